@@ -3,7 +3,7 @@ allocator, of models of 180 to 250 MB in float32 on two processes under FSDP2 an
 ZeRO.
 
 python bench/memory.py                                   FSDP2; 25 minutes on two cores
-python bench/memory.py --model "62M deep"                one of the models
+python bench/memory.py --model "62M deep" --tp 2         one of the models, in layouts with this tp
 .venv-engines/bin/python bench/memory.py --zero          ZeRO 1 to 3
 
 Counted from the building of the model on, so without what the process had before. What another thread (of a collective) frees
@@ -212,11 +212,12 @@ def main() -> int:
     )
     parser.add_argument("--zero", action="store_true", help="DeepSpeed's ZeRO in place of FSDP2")
     parser.add_argument("--model", choices=tuple(MODELS), help="this one alone")
+    parser.add_argument("--tp", type=int, help="cases of this size alone")
     wanted = parser.parse_args()
     name, cases = ("deepspeed", ZERO) if wanted.zero else ("fsdp", FSDP)
     good = True
     for case in cases:
-        if wanted.model not in (None, case[0]):
+        if wanted.model not in (None, case[0]) or wanted.tp not in (None, case[2]):
             continue
         predicted, measured = measure(name, case)
         size, backend, tp, sequences, prompt, response, micro = case

@@ -77,8 +77,6 @@ class Sharding(ABC):
     # Computation
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
     """Rank of LoRA adapters, which alone have gradients and optimizer state; 0: no adapters."""
-    gathers_logits: bool = False
-    """Whether every tp rank has the logits of the whole vocabulary."""
     logits_at_once: int = attrs.field(default=LOGITS_AT_ONCE, validator=at_least(1))
     """Logits (tokens times vocabulary) that a rank computes at once; more are made in pieces."""
 
@@ -95,7 +93,6 @@ class Sharding(ABC):
             compute_bytes=self.compute_bytes,
             recompute=self.recompute,
             adapter_rank=self.adapter_rank,
-            gathers_logits=self.gathers_logits,
             logits_at_once=self.logits_at_once,
             offloads=self.moves,
             from_host=self.on_host or (trained and not self.optimizer_bytes),

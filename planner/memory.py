@@ -105,24 +105,18 @@ class Memory:
         count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
 
         gathered = self.simulator.footprint(model, layout, count)
-        logits = self._forward_logits(model, layout.tp, activations.logits)
+        logits = self._forward_logits(model, activations.logits)
         most = gathered.reading + max(activations.reading + gathered.ahead, logits)
         return max(gathered.begun, most)
 
-    def _forward_logits(self, model: PlannedModel, tp: int, logits: float) -> float:
+    def _forward_logits(self, model: PlannedModel, logits: float) -> float:
         """Return the bytes of logits in a forward pass.
 
-        They are the float32 logits, their softmax, and the head's own output: a copy in another
-        dtype, or a rank's 1 / tp before the logits are gathered.
+        They are the float32 logits, their softmax, and the head's own output, where it has another
+        dtype.
         """
-        # A copy in float32 stands beside the logits that the head made in another dtype.
         made = model.execution.compute_bytes / 4.0
-        if made < 1.0:
-            return logits * (2.0 + made)
-
-        # In float32 they are the same tensor, gathered or not.
-        gathered = model.execution.gathers_logits and tp > 1
-        return logits * (2.0 + (1.0 / tp if gathered else 0.0))
+        return logits * (2.0 + (made if made < 1.0 else 0.0))
 
     def fullest(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> Moment:
         """Return the fullest of the moments of an update that the model's backend names.
@@ -164,7 +158,7 @@ class Memory:
         less = kept / layers
         alive = {
             "none": 0.0,
-            "forward": kept + self._forward_logits(model, tp, logits),
+            "forward": kept + self._forward_logits(model, logits),
             "head": kept + head,
             "layer": works,
             "next": works - less,

@@ -34,10 +34,8 @@ class _Passes:
     """Forward passes of the layers: 2 with recomputation, which runs them again for gradients."""
     layers: float
     """Forward and backward passes of the layers."""
-    head_forwards: float
-    """Forward passes of the head: 2 where the logits are made in pieces, again in the backward."""
     head: float
-    """Forward and backward passes of the head."""
+    """Forward and backward passes of the head, which makes logits in pieces again for gradients."""
 
 
 @attrs.frozen(slots=False)
@@ -116,7 +114,7 @@ class Simulator:
         """
         runs = model.execution
         if not train:
-            return _Passes(1.0, 1.0, 1.0, 1.0)
+            return _Passes(1.0, 1.0, 1.0)
 
         forwards = 2.0 if runs.recompute else 1.0
         in_pieces = response_tokens * model.logits_of_a_token(tp) > runs.logits_at_once
@@ -125,7 +123,6 @@ class Simulator:
         return _Passes(
             forwards,
             forwards + (1.0 + model.size.trained_share),
-            head_forwards,
             head_forwards + head_backward,
         )
 
@@ -179,9 +176,6 @@ class Simulator:
 
         # Logits, and hidden states (backward: their gradients) on their way to the next stage.
         stage += self._logits_time(model, tp, head_tokens) * passes.head
-        if runs.gathers_logits and tp > 1:
-            logits = head_tokens * model.shape.vocab * runs.compute_bytes
-            stage += passes.head_forwards * self.machine.gather(logits, tp)
         if pp > 1:
             hidden = tokens * model.shape.hidden * runs.compute_bytes
             stage += (2.0 if train else 1.0) * self.machine.send(hidden, tp)

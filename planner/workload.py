@@ -80,7 +80,7 @@ class PlannedModel:
         """Return the logits that one rank has for a token; 0 for a model without a policy head."""
         if self.size.head != "policy":
             return 0.0
-        return self.shape.vocab / (1 if self.execution.gathers_logits else tp)
+        return self.shape.vocab / tp
 
     @property
     def cache_bytes(self) -> int:

@@ -203,7 +203,7 @@ class DeepSpeedBackend(TrainingBackend):
         """Return DeepSpeed's config, under the names of its documentation."""
         config = self.config
         optimizer = self.optimizer_config
-        on_gpu = self.context.device.type == "cuda"
+        on_gpu = self.context.device.type != "cpu"
 
         zero: dict[str, Any] = {
             "stage": config.stage,

@@ -62,7 +62,6 @@ class FSDPConfig(KnownSettings):
             whole_below=self.wrap_min_parameters,
             plain_alone=self.precision == "fp32" and not self.cpu_offload,
             on_host=self.cpu_offload,
-            gathers_logits=True,
             adapter_rank=self.lora.rank if self.lora and trained else 0,
         )
 

@@ -29,6 +29,7 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.huggingface.modeling import RoleModel
 from hybridflow.kit.layouts import chunked
+from hybridflow.kit.vocabulary import VocabularyPart
 
 
 def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> DeviceMesh:
@@ -128,7 +129,11 @@ def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, plan)
     parallelize_module(trunk, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
     if policy:
-        parallelize_module(model.hf, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        # Logits stay spread: a rank's are [N, V / tp].
+        parallelize_module(model.hf, mesh, {"lm_head": ColwiseParallel()})
+        vocab = model.hf.config.vocab_size
+        first = mesh.get_local_rank() * vocab // mesh.size()
+        model.part = VocabularyPart(mesh.get_group(), first, vocab)
         if tied:
             model.head.weight = trunk.embed_tokens.weight
 

@@ -220,11 +220,11 @@ class LlamaWeights:
         queries = heads[:, :group] + order
         keys = heads[:, group : group + 1] + order
         values = heads[:, group + 1 :] + torch.arange(size)
-        self._order = order.to(self._device)
+        self._order = order
         self._rows = {
-            "q_proj": queries.flatten().to(self._device),
-            "k_proj": keys.flatten().to(self._device),
-            "v_proj": values.flatten().to(self._device),
+            "q_proj": queries.flatten(),
+            "k_proj": keys.flatten(),
+            "v_proj": values.flatten(),
         }
 
     def _layer(self, prefix: str) -> Layer:

@@ -178,9 +178,9 @@ class Scheduler:
 
         # These are the free bytes, those that torch keeps unused, and the present cache. All ranks
         # need the same number, so the rank with the least memory decides.
-        reserved = torch.cuda.memory_reserved(self.device)
-        unused = reserved - torch.cuda.memory_allocated(self.device)
-        free, _ = torch.cuda.mem_get_info(self.device)
+        module = torch.get_device_module(self.device)
+        unused = module.memory_reserved(self.device) - module.memory_allocated(self.device)
+        free, _ = module.mem_get_info(self.device)
         available = free + unused + self.decoder.reserved_bytes
         return self.split.least(0.7 * available, self.device)
 

@@ -31,7 +31,8 @@ class StoredBox:
     storage: torch.Tensor
     """The tensor whose rows hold the box."""
     rows: torch.Tensor | None
-    """The row of `storage` that holds each row of the box, int64; None if `storage` is the box."""
+    """The row of `storage` that holds each row of the box, int64, on the host; None if `storage`
+    is the box."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     held: Box
@@ -54,7 +55,7 @@ class StoredBox:
             return self.storage[box.within(self.held)]
         first, *others = box.within(self.held)
         columns = self.storage[(slice(None), *others)]
-        return columns.index_select(0, self.rows[first])
+        return columns.index_select(0, self.rows[first].to(columns.device))
 
     def write(self, box: Box, tensor: torch.Tensor) -> None:
         """Copy `tensor`, the values of `box`, with a cast to the storage's dtype and device."""
@@ -66,7 +67,7 @@ class StoredBox:
 
         # Rows are consecutive in few runs, within which a copy is quick.
         rows, order = self.rows[first].sort()
-        values = tensor.to(columns.device).index_select(0, order)
+        values = tensor.to(columns.device).index_select(0, order.to(columns.device))
         start = 0
         for length in _runs(rows):
             _copy(columns.narrow(0, int(rows[start]), length), values.narrow(0, start, length))

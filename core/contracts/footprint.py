@@ -37,8 +37,6 @@ class Execution:
     """Whether only the layers' inputs are kept, and each layer runs again in the backward pass."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
     """Rank of LoRA adapters, which alone have gradients and optimizer state; 0: no adapters."""
-    gathers_logits: bool = False
-    """Whether every tp rank has the logits of the whole vocabulary."""
     logits_at_once: int = _count(LOGITS_AT_ONCE)
     """Largest number of logits (tokens times vocabulary) that a rank holds at once. Those of a
     longer micro-batch are computed in pieces, and again in the backward pass."""

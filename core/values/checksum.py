@@ -100,7 +100,7 @@ def totals(sums: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, int]:
 def _dot(numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Multiply and add along the last dimension, modulo 2**64."""
     # CUDA has no product of integer matrices.
-    if numbers.is_cuda:
+    if numbers.device.type != "cpu":
         return (numbers * weights).sum(-1)
     return torch.matmul(numbers, weights)
 

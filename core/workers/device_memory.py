@@ -38,11 +38,12 @@ class DeviceWorker(Worker):
     def memory(self) -> RankMemory | None:
         """Return the device's present memory; None where the system does not report it."""
         device = self.context.device
-        if device.type == "cuda":
+        if device.type != "cpu":
             # Memory that earlier models have left in this process is free, too.
+            module = torch.get_device_module(device)
             gc.collect()
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(device)
+            module.empty_cache()
+            free, total = module.mem_get_info(device)
             return RankMemory(node_name(), total, free, shared=False)
         host = host_memory()
         return None if host is None else RankMemory(node_name(), *host, shared=True)

@@ -31,11 +31,12 @@ def measured(device: torch.device) -> Iterator[Peak]:
     is set when the block ends.
     """
     peak = Peak()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        peak.before = torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
+        peak.before = module.memory_allocated(device)
         yield peak
-        peak.most = torch.cuda.max_memory_allocated(device)
+        peak.most = module.max_memory_allocated(device)
         return
 
     # Not on other systems, and not where the kernel forbids it.

@@ -7,17 +7,24 @@
 
 Under FakeGPU every operation that touches a tensor of the device runs without values (PyTorch's
 FakeTensorMode); tensors of the CPU keep theirs. An operation that mixes the two devices raises, as
-on a GPU. What the host reads from the device (`.item()`) is 1, and False for truth values.
+on a GPU, and so does one whose result has a size that depends on values. What the host reads from
+the device (`.item()`) is 1, and False for truth values; how often it does so is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +34,8 @@ from hybridflow.kit.fakes.memory import FakeMemory
 
 NAME = "fakegpu"
 """The device's type."""
+CAPACITY = 80 * 10**9
+"""The device's bytes, as code that asks for them is told; nothing holds it to them."""
 
 
 class Event:
@@ -126,6 +135,21 @@ class DeviceModule:
     def memory_allocated(self, device: Any = None) -> int:
         """Return 0; `Memory` counts."""
         return 0
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """Return 0; `Memory` counts."""
+        return 0
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Return 0; `Memory` counts."""
+        return 0
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Do nothing; `Memory` counts."""
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Return the free and all bytes of a device on which nothing is."""
+        return CAPACITY, CAPACITY
 
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: there are no values to draw."""
@@ -233,6 +257,8 @@ class FakeGPU(TorchDispatchMode):
         super().__init__()
         self.device = fake_device()
         self.memory = FakeMemory(NAME)
+        self.waits: Counter[str] = Counter()
+        """How often the host has waited for values of the device: the operation -> its count."""
         self._fake = _Fake(allow_non_fake_inputs=True)
         self._flags: list[tuple[bool, contextlib.ExitStack]] = []
 
@@ -245,6 +271,10 @@ class FakeGPU(TorchDispatchMode):
         undo = contextlib.ExitStack()
         undo.enter_context(self.memory.counting())
         undo.enter_context(_FromLists())
+        # A list of numbers is one copy, where PyTorch would read them one by one.
+        undo.enter_context(
+            mock.patch.object(FakeTensor, "tolist", lambda self: self.cpu().tolist())
+        )
         self._flags.append((before, undo))
         super().__enter__()
         return self
@@ -262,6 +292,14 @@ class FakeGPU(TorchDispatchMode):
         if not all(kind in PLAIN for kind in types):
             return NotImplemented
 
+        # Of tensors that were made in inference mode, operations that consist of others come whole.
+        if func.namespace == "aten" and func._can_decompose():
+            super().__enter__()
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
+
         # Operations on the CPU alone run unchanged.
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
         ours = [tensor for tensor in tensors if tensor.device.type == NAME]
@@ -269,6 +307,7 @@ class FakeGPU(TorchDispatchMode):
             return func(*args, **kwargs)
         # The host reads a value, which the device does not have.
         if func in READS:
+            self.waits[READS[func]] += 1
             return _read(ours[0].dtype)
 
         # Device tensors run for their shapes; the CPU's tensors keep their values.
@@ -276,10 +315,20 @@ class FakeGPU(TorchDispatchMode):
             return _one_by_one(func, args, kwargs, self._fake)
 
         self.memory.before(func, args, kwargs)
+        if _waits_for_copy(func, args, kwargs):
+            self.waits["copy"] += 1
         if _brings_home(func, args):
             return args[0]
-        with self._fake:
-            result = func(*args, **kwargs)
+        try:
+            with self._fake:
+                result = _arrived(func, args, kwargs)
+                if result is None:
+                    result = func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            raise RuntimeError(
+                f"the size of what {func} returns depends on values, for which the host would "
+                "wait: boolean indices, nonzero and unique belong on the host"
+            ) from error
         result = _brought_home(result)
         self.memory.after(result)
         return result
@@ -306,8 +355,11 @@ def _one_by_one(func: Any, args: Any, kwargs: Any, fake: FakeTensorMode) -> Any:
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 """Classes of tensors that are not made of other tensors."""
-READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
-"""Operations by which the host reads a value."""
+READS = {
+    torch.ops.aten._local_scalar_dense.default: "item",
+    torch.ops.aten.equal.default: "equal",
+}
+"""Operations by which the host reads a value -> their names."""
 
 
 def _number(leaf: Any) -> Any:
@@ -330,6 +382,26 @@ def _makes_ours(kwargs: dict[str, Any]) -> bool:
     """Return whether an operation without tensors makes one on the device."""
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == NAME
+
+
+def _arrived(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return a complex tensor of the host on the device; None for all other operations.
+
+    PyTorch has no such copy without values.
+    """
+    if func is not torch.ops.aten._to_copy.default or not args[0].is_complex():
+        return None
+    return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=NAME)
+
+
+def _waits_for_copy(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation copies from the device to the host, which waits for it."""
+    if func is torch.ops.aten._to_copy.default:
+        to = torch.device(kwargs.get("device") or args[0].device).type
+        comes = args[0].device.type == NAME and to == "cpu"
+        return comes and not kwargs.get("non_blocking")
+    # The third argument of copy_ says whether the host goes on at once.
+    return _brings_home(func, args) and not any(args[2:]) and not kwargs.get("non_blocking")
 
 
 def _brings_home(func: Any, args: Any) -> bool:

@@ -31,13 +31,12 @@ from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit import checkpoint
 from hybridflow.kit.fakes.device import FakeGPU, fake_device
-from hybridflow.kit.fakes.memory import FakeMemory
 from hybridflow.kit.fakes.ranks import FakeRank, fake_ranks
 
 
 @attrs.frozen
 class PhaseMemory:
-    """The device memory of one phase. All figures are bytes."""
+    """The device memory of one phase. All figures but the last are bytes."""
 
     before: int
     """In use when it began."""
@@ -51,6 +50,8 @@ class PhaseMemory:
     """Copied from the host."""
     left: int
     """Copied to the host."""
+    waits: int = 0
+    """How often the host waited for values of the device; no bytes."""
 
 
 @attrs.frozen
@@ -111,10 +112,10 @@ def rehearsed(
 ) -> Iterator[Rehearser]:
     """Yield a backend that is built on the fake device, as one of the layout's ranks."""
     # The device counts memory, collectives return at once, and rows are not packed.
-    fakes = FakeGPU(), fake_ranks(layout, fake_device(), rank), _unpacked()
+    fakes = FakeGPU(), fake_ranks(layout, fake_device(), rank), unpacked()
     with fakes[0] as gpu, fakes[1] as context, fakes[2]:
         backend = backend_class(spec, config, optimizer, context)
-        rehearser = Rehearser(backend, gpu.memory)
+        rehearser = Rehearser(backend, gpu)
         with rehearser.phase("build"):
             backend.build()
         try:
@@ -127,9 +128,10 @@ def rehearsed(
 class Rehearser:
     """Runs phases of one backend and records them."""
 
-    def __init__(self, backend: TrainingBackend, memory: FakeMemory):
+    def __init__(self, backend: TrainingBackend, gpu: FakeGPU):
         self.backend = backend
-        self.memory = memory
+        self.gpu = gpu
+        self.memory = gpu.memory
         self.phases: dict[str, PhaseMemory] = {}
 
     @contextlib.contextmanager
@@ -138,6 +140,7 @@ class Rehearser:
         # Peaks and copies are those of this phase alone.
         self.memory.restart()
         before = self.memory.now
+        waits = self.gpu.waits.total()
         yield
         self.phases[name] = PhaseMemory(
             before=before,
@@ -146,6 +149,7 @@ class Rehearser:
             largest=self.memory.largest,
             arrived=self.memory.arrived,
             left=self.memory.left,
+            waits=self.gpu.waits.total() - waits,
         )
 
     @property
@@ -237,7 +241,7 @@ def _alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unpacked() -> Iterator[None]:
+def unpacked() -> Iterator[None]:
     """Make transformers find one sequence in each row.
 
     It reads this from position values, which are missing here, and would build masks that rows of

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging as hf_logging
 
@@ -31,6 +31,7 @@ from hybridflow.kit import onednn
 from hybridflow.kit.huggingface import attention, norms
 from hybridflow.kit.huggingface.attention import PackedRows
 from hybridflow.kit.huggingface.models import attention_of, auto_class, why_padded
+from hybridflow.kit.vocabulary import VocabularyPart
 
 HEAD = "score."
 """Prefix of the parameter names of a value or score model's head."""
@@ -188,6 +189,8 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = kind
+        self.part: VocabularyPart | None = None
+        """The part of the vocabulary whose logits the head gives; None: all of it."""
         # Padding is masked by the losses. A pad token that was sampled is a token like any other,
         # whose embedding torch would leave without a gradient.
         embedding = self.hf.get_input_embeddings()
@@ -243,28 +246,48 @@ class RoleModel(nn.Module):
     def _token_outputs(
         self, states, targets, needs, temperature, topk_ids
     ) -> dict[str, torch.Tensor]:
-        """Return `token_outputs` of states [N, H], in pieces where there are many logits.
-
-        The logits of a piece are computed again in the backward pass instead of kept.
-        """
+        """Return the outputs of states [N, H], in pieces where there are many logits."""
+        of_logits = token_outputs if self.part is None else self.part.outputs
+        columns = self.hf.config.vocab_size
+        if self.part is not None:
+            columns //= self.part.group.size()
 
         def piece(states, targets, topk_ids):
-            logits = finished(self.head(states), self.hf.config)
-            return dict(token_outputs(logits, targets, needs, temperature, topk_ids))
+            # Without a name here, the logits are freed as soon as something else is made of them.
+            outputs = of_logits(
+                finished(self.head(states), self.hf.config), targets, needs, temperature, topk_ids
+            )
+            return dict(outputs)
 
-        # The number of states that have at most LOGITS_AT_ONCE logits.
-        size = max(LOGITS_AT_ONCE // self.hf.config.vocab_size, 1)
-        if len(states) <= size:
-            return piece(states, targets, topk_ids)
+        return in_pieces(piece, columns, states, targets, topk_ids)
 
-        pieces = []
+
+def in_pieces(
+    outputs_of: Callable[..., dict[str, torch.Tensor]],
+    columns: int,
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """Return outputs_of(states, targets, topk_ids), with at most LOGITS_AT_ONCE logits at a time.
+
+    Each of the N states has `columns` logits. Where there are more, they are computed in pieces,
+    and once more in the backward pass instead of being kept.
+    """
+    size = max(LOGITS_AT_ONCE // columns, 1)
+    if len(states) <= size:
+        return outputs_of(states, targets, topk_ids)
+
+    # Without early stop: where ranks share the vocabulary, one that has only padding recomputes
+    # fewer tensors, so it would stop sooner and leave the others waiting in their all-reduces.
+    pieces = []
+    with set_checkpoint_early_stop(False):
         for start in range(0, len(states), size):
-            part = slice(start, start + size)
-            topk_part = topk_ids if topk_ids is None else topk_ids[part]
-            outputs = checkpoint(piece, states[part], targets[part], topk_part, use_reentrant=False)
-            pieces.append(outputs)
-        names = list(pieces[0])
-        return {name: torch.cat([outputs[name] for outputs in pieces]) for name in names}
+            cut = slice(start, start + size)
+            topk_cut = topk_ids if topk_ids is None else topk_ids[cut]
+            given = (states[cut], targets[cut], topk_cut)
+            pieces.append(checkpoint(outputs_of, *given, use_reentrant=False))
+    return {name: torch.cat([outputs[name] for outputs in pieces]) for name in pieces[0]}
 
 
 def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:

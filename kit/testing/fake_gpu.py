@@ -78,6 +78,13 @@ class FakeCase:
     """Whether `offload` moves what is on the device."""
     saves: bool = True
     """Whether saving runs without the other ranks."""
+    step_waits: int = 1
+    """How often the host may wait for the device in an optimizer step: the norm is read."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether weights are on the device between calls."""
+        return bool(self.weight_bytes)
 
 
 @attrs.frozen
@@ -134,7 +141,7 @@ class FakeGPUConformance:
 
     def test_weights_are_on_the_device(self, lived):
         """Shards are on the device, or on the host where the settings say so."""
-        expected = {NAME if lived.case.weight_bytes else "cpu"}
+        expected = {NAME if lived.case.resident else "cpu"}
         require(
             lived.record.devices == expected,
             got=f"weights on {sorted(lived.record.devices)}",
@@ -188,6 +195,30 @@ class FakeGPUConformance:
             expected=f"at most {_gb(allowed)}: the shard's gradients, moments, and what stays "
             "gathered",
             likely="gradients of the whole model add up on every rank until the last micro-batch",
+        )
+
+    def test_the_host_waits_for_no_micro_batch(self, lived):
+        """The host queues all passes, and reads of an update the gradient's norm alone."""
+        if not lived.case.resident:
+            pytest.skip("its gradients go to the host")
+        phases = ["forward"] if lived.case.moves else []
+        if lived.case.trained:
+            phases += ["one", "several"]
+        for phase in phases:
+            require(
+                lived[phase].waits == 0,
+                got=f"the host waits {lived[phase].waits} times in {phase!r}",
+                expected="no wait: the device is kept busy by what is queued ahead",
+                likely=".item(), .tolist() or .cpu() of a tensor on the device, or an `if` on one",
+            )
+        if not lived.case.trained:
+            return
+        waits = lived["several: step"].waits
+        require(
+            waits <= lived.case.step_waits,
+            got=f"the host waits {waits} times in an optimizer step",
+            expected=f"at most {lived.case.step_waits}",
+            likely="a norm is read for each parameter or group; add them up on the device",
         )
 
     # --- beside others ---

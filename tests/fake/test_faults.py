@@ -89,7 +89,30 @@ class GathersForSync(FSDPBackend):
         del whole
 
 
+class ReadsEachLoss(FSDPBackend):
+    """Asks each micro-batch whether its loss is finite."""
+
+    def forward_backward(self, micros, needs, loss, temperature=1.0):
+        def checked(index, outputs):
+            value = loss(index, outputs)
+            assert value.item() == value.item()
+            return value
+
+        super().forward_backward(micros, needs, checked, temperature)
+
+
+class ReadsEachNorm(FSDPBackend):
+    """Looks at the gradient of every parameter."""
+
+    def optim_step(self):
+        for parameter in self.parameters.values():
+            assert float(parameter.grad.to_local().norm()) >= 0.0
+        return super().optim_step()
+
+
 FAULTS = {
+    ReadsEachLoss: "test_the_host_waits_for_no_micro_batch",
+    ReadsEachNorm: "test_the_host_waits_for_no_micro_batch",
     WholeGradients: "test_gradients_are_cut_in_each_micro_batch",
     WholeModel: "test_no_rank_builds_the_whole_model",
     BufferOnTheHost: "test_weights_are_on_the_device",

@@ -48,8 +48,37 @@ def device() -> dict[str, Any]:
             there + torch.ones(3, 4)
         except RuntimeError as error:
             found["mixed"] = "device" in str(error)
+        found["waits"] = waits(gpu)
         found["attention"] = attention(gpu)
     found["flag"] = torch.__future__.get_overwrite_module_params_on_conversion() == before
+    return found
+
+
+def waits(gpu: FakeGPU) -> dict[str, Any]:
+    """The waits of some reads and copies, and whether a size that depends on values raises."""
+    there = torch.empty(3, 4, device=gpu.device)
+    found: dict[str, Any] = {}
+
+    def count(name: str, act: Any) -> None:
+        before = gpu.waits.copy()
+        act()
+        found[name] = dict(gpu.waits - before)
+
+    count("a number", lambda: float(there.sum()))
+    count("a list", there.tolist)
+    count("home", there.cpu)
+    count("equal", lambda: torch.equal(there, there))
+    count("into the host's", lambda: torch.zeros(3, 4).copy_(there))
+    count("later", lambda: torch.zeros(3, 4).copy_(there, non_blocking=True))
+    count("to the device", lambda: torch.zeros(3).to(gpu.device))
+    count("on the device", lambda: (there.to(torch.bfloat16) @ there.to(torch.bfloat16).T).argmax())
+    with torch.inference_mode():
+        made = there + 1.0
+    count("of inference", made.cpu)
+    try:
+        there[there > 0]
+    except RuntimeError as error:
+        found["mask"] = "boolean indices" in str(error)
     return found
 
 

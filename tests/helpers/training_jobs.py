@@ -297,3 +297,13 @@ def step_without(rank: int, world: int, setup: Setup, pairs: list, patch: str) -
     backend.on_cpu = functools.partial(backend.on_cpu, without=[patch])
     worker = make_worker(rank, setup)
     worker.update([(mine(worker, batch, loss.unit), loss) for batch, loss in pairs])
+
+
+def logit_shapes(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> set[int]:
+    """The numbers of logits of one state that the head gives this rank in an update."""
+    worker = make_worker(rank, setup)
+    found = set()
+    head = worker.backend.module.head
+    head.register_forward_hook(lambda module, given, logits: found.add(logits.shape[-1]))
+    worker.update([(mine(worker, batch, loss.unit), loss)])
+    return found

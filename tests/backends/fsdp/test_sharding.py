@@ -6,7 +6,15 @@ import attrs
 import pytest
 import torch
 from helpers.training_check import assert_equal
-from helpers.training_jobs import Setup, export, failing_build, holdings, load_and_train, save_after
+from helpers.training_jobs import (
+    Setup,
+    export,
+    failing_build,
+    holdings,
+    load_and_train,
+    logit_shapes,
+    save_after,
+)  # fmt: skip
 from helpers.training_reference import MODELS, Blend, Nothing, load, make_batch
 
 from hybridflow.backends.fsdp.config import FSDPConfig
@@ -104,6 +112,12 @@ def test_tensor_parallel_pieces_that_dp_does_not_divide_are_whole_again(ranks, t
             torch.testing.assert_close(tensor, trained["end"][name], rtol=1e-4, atol=1e-6)
     ranks(export, 4, setup, [], copy)
     assert_equal(dict(load(copy).named_parameters()), before)
+
+
+@pytest.mark.parametrize(("layout", "each"), [(DP2, 68), (TP2, 34)], ids=str)
+def test_a_rank_has_the_logits_of_its_part_of_the_vocabulary(ranks, folder, layout, each):
+    setup = Setup(folder("qwen2-tied"), layout=layout)
+    assert ranks(logit_shapes, 2, setup, make_batch(4), Blend()) == [{each}] * 2
 
 
 def test_tensor_parallelism_refuses_sizes_that_it_cannot_cut(ranks, folder):

@@ -13,6 +13,13 @@ def test_operations_run_without_values_and_mixing_devices_raises():
     assert found["module"] == "fakegpu"
     assert found["mixed"] and found["flag"]
 
+    # The host waits for what it reads, and not for copies that it need not wait for.
+    assert found["waits"] == {
+        "a number": {"item": 1}, "a list": {"copy": 1}, "home": {"copy": 1}, "equal": {"equal": 1},
+        "into the host's": {"copy": 1}, "later": {}, "to the device": {}, "on the device": {}, "of inference": {"copy": 1},
+        "mask": True,
+    }  # fmt: skip
+
     # Attention: its result (2 x 4 x 512 x 8 numbers) and a sum per head and token; 512 x 512 scores of 8 heads are 8 MB. Its
     # backward pass: gradients of queries, of keys and of values, and the gradient that it is given.
     result, key = 2 * 4 * 512 * 8 * 4, 2 * 2 * 512 * 8 * 4
