@@ -89,6 +89,28 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
         )
 
 
+@_reads("run", "roles", "environment", "reward")
+def deterministic(job: Job) -> Iterator[tuple[str, str]]:
+    """A run that must repeat its bits on GPUs has nothing that varies."""
+    if not job.run.deterministic or job.device != "cuda":
+        return
+    key = "run.deterministic"
+    if job.environment is not None:
+        yield (
+            key,
+            "is true, and which turns of an environment are generated together depends on how long "
+            "its tools take; set false, or run on the CPU",
+        )
+    for name, model in job.models.items():
+        spec = model.spec
+        plugins = {f"backend {spec.backend}": spec.backend_config}
+        if spec.engine is not None:
+            plugins[f"engine {spec.engine}"] = spec.engine_config
+        for plugin, settings in plugins.items():
+            if settings.varies:
+                yield key, f"is true, and {name}'s {plugin} may vary: {settings.varies}"
+
+
 @_reads("run")
 def folder(job: Job) -> Iterator[tuple[str, str]]:
     """The run's folder, or the nearest parent that exists, can be written to."""

@@ -49,6 +49,11 @@ class FSDPConfig(KnownSettings):
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the model's own weights; needs peft, and tp 1."""
 
+    @property
+    def varies(self) -> str:
+        """Compiled layers, whose kernels are chosen by their speed."""
+        return "compile = true chooses kernels by their speed" if self.compile else ""
+
     def sharding(self, trained: bool) -> FullyShardedLayers:
         """Describe the backend's sharding with these settings for memory and time estimates."""
         wide = self.precision == "fp32" or (trained and self.lora is None)

@@ -94,6 +94,13 @@ class TransformersEngineConfig(ProcessConfig):
         """True where the engine runs in the worker's process."""
         return not self.own_process
 
+    @property
+    def varies(self) -> str:
+        """A cache without a stated size: which sequences run together depends on it."""
+        if self.kv_memory_gb:
+            return ""
+        return "its cache is as large as free memory allows; set kv_memory_gb"
+
     def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""
         automatic = CPU_CACHE_GB if device == "cpu" else None

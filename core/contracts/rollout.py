@@ -220,6 +220,14 @@ class EngineSettings:
         """
         return False
 
+    @property
+    def varies(self) -> str:
+        """Why two runs on GPUs may differ in bits though torch's algorithms are deterministic.
+
+        "" where they do not (run.deterministic).
+        """
+        return "it does not say that its bits repeat (EngineSettings.varies)"
+
     def up_to(self, tokens: int) -> Self:
         """Return the settings for requests of at most `tokens`, a prompt with its response.
 

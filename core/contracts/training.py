@@ -262,6 +262,14 @@ class TrainingSettings:
         """
         return {}
 
+    @property
+    def varies(self) -> str:
+        """Why two runs on GPUs may differ in bits though torch's algorithms are deterministic.
+
+        "" where they do not (run.deterministic).
+        """
+        return "it does not say that its bits repeat (TrainingSettings.varies)"
+
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return a model's shape by the fields of its config.
 

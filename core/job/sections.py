@@ -36,6 +36,10 @@ class RunSection:
     """Device of the models: "auto" means cuda where this machine has one, else cpu. With a cluster
     (runtime.address), a machine without CUDA devices requires one of the two."""
 
+    deterministic: bool = False
+    """Whether two runs on GPUs have the same bits: torch uses its deterministic algorithms, which
+    are slower, and what varies all the same is refused. Runs on CPUs have the same bits anyway."""
+
     # Checkpoints and restarts
     checkpoint_every: int = setting(0, non_negative)
     """Steps between checkpoints. 0: none before the end, unless the run is told to stop

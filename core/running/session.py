@@ -250,6 +250,8 @@ class Session:
         for name, group in groups.items():
             if job.device == "cuda" and torch_allocates(job, name):
                 group.grow_segments().result()
+            if job.device == "cuda" and job.run.deterministic:
+                group.be_deterministic().result()
         if job.run.preflight == "on":
             job, self.memory = self._preflight(groups)
         for group in groups.values():

@@ -49,6 +49,19 @@ class DeviceWorker(Worker):
         return None if host is None else RankMemory(node_name(), *host, shared=True)
 
     @register(Protocol.ONE_TO_ALL)
+    def be_deterministic(self) -> None:
+        """Have torch choose algorithms whose results do not vary, in this process from now on.
+
+        An operation that has none raises RuntimeError when it is called.
+        """
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Without it torch.empty would write into all that it allocates.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+    @register(Protocol.ONE_TO_ALL)
     def grow_segments(self) -> None:
         """Map memory in segments that grow, which leaves fewer gaps between tensors.
 

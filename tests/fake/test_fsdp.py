@@ -20,6 +20,7 @@ def case(layout: dict, shards: int, /, config: dict | None = None, **more) -> Fa
 
 class TestFSDP(FakeGPUConformance):
     backend = FSDPBackend
+    layers = 2
     cases = {
         "dp 8": case({"dp": 8}, 8),
         "dp 64": case({"dp": 64}, 64),

@@ -29,10 +29,11 @@ def case(layout: dict, shards: int, optimizer_shards: int, **more) -> FakeCase:
 
 class TestMegatron(FakeGPUConformance):
     backend = MegatronBackend
+    layers = 2
     cases = {
         # Without Transformer Engine, megatron-core reads the norm of each gradient tensor by itself.
         "dp 8": case({"dp": 8}, 1, 8, step_waits=2),
-        "tp 4 dp 2": case({"tp": 4, "dp": 2}, 4, 8, step_waits=17),
+        "tp 4 dp 2": case({"tp": 4, "dp": 2}, 4, 8, step_waits=10),
         "tp 4, frozen": case(
             {"tp": 4}, 4, 4, trained=False, kept_gradient_bytes=0.0, moments_at_build=False
         ),

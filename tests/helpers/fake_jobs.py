@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.workers.device_memory import DeviceWorker
 from hybridflow.kit.fakes.device import FakeGPU
 from hybridflow.kit.fakes.process import Asked, rehearse
 from hybridflow.kit.fakes.ranks import fake_ranks
 from hybridflow.kit.fakes.rehearsal import MicroBatches, rehearsed
+from hybridflow.kit.testing import one_rank
 from hybridflow.kit.testing.fake_gpu import FakeCase, live
 from hybridflow.kit.testing.models import reference
 
@@ -190,3 +193,14 @@ def case(folder: str) -> Any:
 
 def reference_folder() -> str:
     return str(reference("qwen2").spec.path)
+
+
+def deterministic() -> dict[str, Any]:
+    """What a process that must repeat its bits has told torch."""
+    with one_rank() as context:
+        DeviceWorker(context).be_deterministic()
+    return {
+        "workspace": os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        "algorithms": torch.are_deterministic_algorithms_enabled(),
+        "fills": torch.utils.deterministic.fill_uninitialized_memory,
+    }

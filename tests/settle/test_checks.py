@@ -8,7 +8,11 @@ import torch
 from helpers.job_texts import BASE, MODEL, WITHOUT_ALGORITHM, WITHOUT_REWARD
 from helpers.jobs import job, problem, problems
 
+from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.core.contracts.capabilities import EngineCapabilities
+from hybridflow.core.contracts.rollout import EngineSettings
+from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.plugins import Registry
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.settle.checks import cross_checks
@@ -35,6 +39,38 @@ from hybridflow.settle.checks import cross_checks
 def test_what_cannot_work_is_refused_by_its_key_with_what_to_do(overrides, text, key, said):
     found = problem(*overrides, text=text)
     assert found.startswith(key) and said in found
+
+
+GPUS = ["run.device=cuda", "run.deterministic=true", "rollout.kv_memory_gb=2.0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.kv_memory_gb=0.0"], "actor's engine transformers may vary: its cache"),
+        (["actor.backend.compile=true"], "actor's backend fsdp may vary: compile = true"),
+    ],
+)
+def test_what_varies_on_gpus_is_refused_where_bits_must_repeat(monkeypatch, overrides, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert f"run.deterministic: is true, and {said}" in "\n".join(problems(*GPUS, *overrides))
+    assert job(*GPUS[:1], *overrides).device == "cuda"
+
+
+def test_plugins_that_do_not_say_that_their_bits_repeat_vary(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(FSDPConfig, "varies", TrainingSettings.varies)
+    monkeypatch.setattr(TransformersEngineConfig, "varies", EngineSettings.varies)
+    backend, engine = problems(*GPUS)
+    assert backend.endswith("(TrainingSettings.varies)") and engine.endswith(
+        "(EngineSettings.varies)"
+    )
+
+
+def test_a_run_whose_bits_repeat_is_taken_on_gpus_and_every_run_on_cpus(monkeypatch):
+    assert job("run.deterministic=true", "actor.backend.compile=true").run.deterministic
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert job(*GPUS).device == "cuda"
 
 
 APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]

@@ -29,6 +29,15 @@ def test_a_block_is_read_from_the_store_without_a_copy(ray_cluster):
         numbers[0] = 1
 
 
+def test_ranks_on_several_machines_meet_at_the_address_that_ray_has_for_the_first_ones_node(
+    ray_cluster,
+):
+    actor = HostActor.options(num_cpus=0).remote("main", 0, 2, {}, [])
+    meeting = ray.get(actor.serve.remote(b"key"))
+    ray.kill(actor)
+    assert meeting.host in [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+
+
 def test_calls_that_go_well_answer_with_bytes_and_others_say_what_failed(ray_cluster):
     actor = HostActor.options(num_cpus=0).remote("main", 3, 4, {}, [])
     assert ray.get(actor.ping.remote()) is None

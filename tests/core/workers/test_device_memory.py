@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.fake_jobs import deterministic
+from helpers.ranks import fresh
 
 import hybridflow.core.workers.device_memory as module
 from hybridflow.core.workers.device_memory import DeviceWorker, host_memory
@@ -84,3 +86,9 @@ def test_segments_grow_by_the_allocators_own_setting(monkeypatch):
     with one_rank() as context:
         DeviceWorker(context).grow_segments()
     assert set_to == ["expandable_segments:True"]
+
+
+def test_deterministic_algorithms_are_torchs(monkeypatch):
+    """What they do needs a GPU; here, that operations without one are refused, in a process of its own."""
+    found = fresh(deterministic)
+    assert found == {"workspace": ":4096:8", "algorithms": True, "fills": False}
