@@ -9,7 +9,7 @@
 # make test-browser  reports in Chromium      make test-trackers  services' trackers, offline      make healthy  20 runs without alarms
 # make kills  20 kills of a run with a step ahead      make ahead  what it learns, five seeds
 # make screenshots  pictures of the demo's report, for the docs
-# make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
+# make matrix  all tests, the engines' with every backend, engine and end of a run: test and test-engines run a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds      make environments  what a small model learns in three environments
 # make bench  every benchmark, beside its peers (one: make bench BENCH=bench/like_trl.py)        make clean  remove what these made
@@ -91,7 +91,8 @@ screenshots: $(VENV)/.done
 bench-fake: $(VENV)/.done
 	$(PY) bench/fake.py
 
-matrix: .venv-engines/.done
+matrix: $(VENV)/.done .venv-engines/.done
+	HYBRIDFLOW_MATRIX=1 $(PY) -m pytest -n 2 --dist loadfile
 	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest -v $(ENGINE_TESTS)
 
 zoo: .venv-engines/.done

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from helpers.paths import matrix
 
 from hybridflow.cli.plan import plan as print_plan, unplaced_jobs
 from hybridflow.core.contracts.planner import Line
@@ -45,13 +46,14 @@ def seconds_of(path, cluster, lines):
         # 65 GB are the least that training takes: an engine that stays has 7 GB, and is slow.
         ("7b_grpo", "h100-80gb:1x8", {"actor.generation.keep = false"}),
         # 2 x 70e9 parameters x 12 bytes / 64 are 26 GB at rest: it is the activations that lack room.
-        (
+        pytest.param(
             "70b_ppo",
             "h100-80gb:8x8@3200",
             {
                 "actor.backend.activation_checkpointing = true",
                 "critic.backend.activation_checkpointing = true",
             },
+            marks=matrix,
         ),
         (
             "30b_a3b_grpo",

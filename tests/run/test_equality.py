@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.paths import matrix
 from helpers.tiny import learning, ran_here, write
 from safetensors.torch import load_file
 
@@ -127,7 +128,17 @@ def reference(policy, tmp_path_factory):
     return {name: trained(root / name, policy, algorithm=name) for name in ("grpo", "ppo")}
 
 
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=list(LAYOUTS))
+FEWER = "ray with dp 2, engines of tp 2 on the same ranks"
+"""A layout whose parts other tests have (tests/backends/fsdp/test_hybrid_engine.py)."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(LAYOUTS[name], marks=[matrix] if name == FEWER else [], id=name)
+        for name in LAYOUTS
+    ],
+)
 def test_grpo_gives_the_numbers_of_one_inline_rank(
     settings, policy, reference, ray_cluster, tmp_path
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.paths import matrix
 from helpers.planted import plant
 from helpers.tiny import GRPO, hybridflow, metrics, write
 
@@ -96,14 +97,15 @@ AGREE = "= 0.001; no weights have changed; the checksums of all"
     ("fault", "steps", "told"),
     [
         (WRONG_NAME, 0, ("weights of version 0: 2 parameters differ", "layers.1.mlp.", "has other values")),
-        (WRONG_EXPERTS, 0, ("weights of version 0:", "experts.", "has other values")),
-        (HALF_A_WINDOW, 0, ("version 0: 1 parameters differ", "1.self_attn.q_proj.weight (rank 0 has other values)")),
+        pytest.param(WRONG_EXPERTS, 0, ("weights of version 0:", "experts.", "has other values"), marks=matrix),
+        pytest.param(HALF_A_WINDOW, 0, ("version 0: 1 parameters differ", "1.self_attn.q_proj.weight (rank 0 has other"),
+                     marks=matrix),
         (LOST, 1, ("version 1: 1 parameters differ", "0.post_attention_layernorm.weight (rank 0 has that of an earlier")),
         (STALE, 1, ("step 2: an update after 1 steps:", AGREE)),
-        (OLD_STAMPED_NEW, 1, ("step 2: an update after 1 steps:", AGREE)),
+        pytest.param(OLD_STAMPED_NEW, 1, ("step 2: an update after 1 steps:", AGREE), marks=matrix),
         (SWAPPED_BY_THE_TRAINER, 0, ("step 1: an update after 0 steps:", AGREE)),
         (OLD_STAMPED_NEW, 1, (PROBE, "= 0.001; the checksums of all")),
-        (STALE, 1, (PROBE, "= 0.001; the checksums of all")),
+        pytest.param(STALE, 1, (PROBE, "= 0.001; the checksums of all"), marks=matrix),
     ],
     ids=[
         "wrong name", "wrong expert order", "half a window", "lost version", "stale cache", "old stamped new",
