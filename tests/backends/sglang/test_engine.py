@@ -54,7 +54,8 @@ class TestSGLangWithExperts(TestSGLang):
 
 
 @needs("sglang")
-@pytest.mark.parametrize("architecture", ["qwen2", pytest.param("llama", marks=matrix)])
+@matrix  # tests/engines/test_wire.py has two ranks of it, too
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 @pytest.mark.timeout(400)
 def test_the_first_of_two_ranks_hosts_it_and_each_brings_its_own_boxes(
     ranks, tmp_path, architecture
