@@ -19,6 +19,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 
+def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits / temperature in float32.
+
+    Greedy decoding (temperature 0) has the log-probabilities of temperature 1.
+    """
+    logits = logits.float()
+    return logits if temperature in (0.0, 1.0) else logits / temperature
+
+
 @attrs.frozen
 class VocabularyPart:
     """The columns of the logits that this rank has: those from `first` on."""
@@ -42,10 +51,7 @@ class VocabularyPart:
         int64 [N, K] or None. The results are the same on every rank, and so must be what is made of
         them: a rank's logits get their gradient from its own results. A collective call.
         """
-        # Greedy sampling (temperature 0) has the log-probabilities of temperature 1.
-        logits = logits.float()
-        if temperature not in (0.0, 1.0):
-            logits = logits / temperature
+        logits = scaled(logits, temperature)
 
         # Padding is cut off; a rank may have only padding.
         real = max(min(self.vocab - self.first, logits.shape[-1]), 0)

@@ -89,7 +89,7 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
         )
 
 
-@_reads("run", "roles", "environment", "reward")
+@_reads("run", "roles", "environment")
 def deterministic(job: Job) -> Iterator[tuple[str, str]]:
     """A run that must repeat its bits on GPUs has nothing that varies."""
     if not job.run.deterministic or job.device != "cuda":

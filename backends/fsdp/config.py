@@ -51,7 +51,7 @@ class FSDPConfig(KnownSettings):
 
     @property
     def varies(self) -> str:
-        """Compiled layers, whose kernels are chosen by their speed."""
+        """Say that compiled layers vary: their kernels are chosen by speed."""
         return "compile = true chooses kernels by their speed" if self.compile else ""
 
     def sharding(self, trained: bool) -> FullyShardedLayers:

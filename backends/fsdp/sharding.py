@@ -133,7 +133,7 @@ def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
         parallelize_module(model.hf, mesh, {"lm_head": ColwiseParallel()})
         vocab = model.hf.config.vocab_size
         first = mesh.get_local_rank() * vocab // mesh.size()
-        model.part = VocabularyPart(mesh.get_group(), first, vocab)
+        model.vocabulary_part = VocabularyPart(mesh.get_group(), first, vocab)
         if tied:
             model.head.weight = trunk.embed_tokens.weight
 

@@ -96,10 +96,15 @@ class TransformersEngineConfig(ProcessConfig):
 
     @property
     def varies(self) -> str:
-        """A cache without a stated size: which sequences run together depends on it."""
-        if self.kv_memory_gb:
-            return ""
-        return "its cache is as large as free memory allows; set kv_memory_gb"
+        """Say what varies: a process that torch's algorithms are not set in, or a cache's size.
+
+        Which sequences are computed together depends on the size.
+        """
+        if self.own_process:
+            return "its own process is not told to be deterministic; set own_process = false"
+        if not self.kv_memory_gb:
+            return "its cache is as large as free memory allows; set kv_memory_gb"
+        return ""
 
     def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""

@@ -321,7 +321,7 @@ class FakeGPU(TorchDispatchMode):
             return args[0]
         try:
             with self._fake:
-                result = _arrived(func, args, kwargs)
+                result = _complex_on_device(func, args, kwargs)
                 if result is None:
                     result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
@@ -384,7 +384,7 @@ def _makes_ours(kwargs: dict[str, Any]) -> bool:
     return device is not None and torch.device(device).type == NAME
 
 
-def _arrived(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+def _complex_on_device(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return a complex tensor of the host on the device; None for all other operations.
 
     PyTorch has no such copy without values.

@@ -31,7 +31,7 @@ from hybridflow.kit import onednn
 from hybridflow.kit.huggingface import attention, norms
 from hybridflow.kit.huggingface.attention import PackedRows
 from hybridflow.kit.huggingface.models import attention_of, auto_class, why_padded
-from hybridflow.kit.vocabulary import VocabularyPart
+from hybridflow.kit.vocabulary import VocabularyPart, scaled
 
 HEAD = "score."
 """Prefix of the parameter names of a value or score model's head."""
@@ -189,7 +189,7 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = kind
-        self.part: VocabularyPart | None = None
+        self.vocabulary_part: VocabularyPart | None = None
         """The part of the vocabulary whose logits the head gives; None: all of it."""
         # Padding is masked by the losses. A pad token that was sampled is a token like any other,
         # whose embedding torch would leave without a gradient.
@@ -247,10 +247,11 @@ class RoleModel(nn.Module):
         self, states, targets, needs, temperature, topk_ids
     ) -> dict[str, torch.Tensor]:
         """Return the outputs of states [N, H], in pieces where there are many logits."""
-        of_logits = token_outputs if self.part is None else self.part.outputs
+        part = self.vocabulary_part
+        of_logits = token_outputs if part is None else part.outputs
         columns = self.hf.config.vocab_size
-        if self.part is not None:
-            columns //= self.part.group.size()
+        if part is not None:
+            columns //= part.group.size()
 
         def piece(states, targets, topk_ids):
             # Without a name here, the logits are freed as soon as something else is made of them.
@@ -372,10 +373,7 @@ def token_outputs(
     for the output topk_logprobs. With p = softmax(logits / temperature):
     logprobs = log p[target], entropy = -sum p log p.
     """
-    logits = logits.float()
-    # At temperature 0 (greedy decoding) log-probabilities are those of temperature 1.
-    if temperature not in (0.0, 1.0):
-        logits = logits / temperature
+    logits = scaled(logits, temperature)
 
     # The usual case, in one call.
     if list(needs) == ["logprobs"]:

@@ -13,9 +13,10 @@ from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.rollout import EngineSettings
 from hybridflow.core.contracts.training import TrainingSettings
+from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins import Registry
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.settle.checks import cross_checks
+from hybridflow.settle.checks import cross_checks, deterministic
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ GPUS = ["run.device=cuda", "run.deterministic=true", "rollout.kv_memory_gb=2.0"]
     ("overrides", "said"),
     [
         (["rollout.kv_memory_gb=0.0"], "actor's engine transformers may vary: its cache"),
+        (["rollout.own_process=true"], "actor's engine transformers may vary: its own process"),
         (["actor.backend.compile=true"], "actor's backend fsdp may vary: compile = true"),
     ],
 )
@@ -70,7 +72,12 @@ def test_plugins_that_do_not_say_that_their_bits_repeat_vary(monkeypatch):
 def test_a_run_whose_bits_repeat_is_taken_on_gpus_and_every_run_on_cpus(monkeypatch):
     assert job("run.deterministic=true", "actor.backend.compile=true").run.deterministic
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert job(*GPUS).device == "cuda"
+    on_gpus = job(*GPUS)
+    assert on_gpus.device == "cuda"
+    # The same run, with tools that answer when they do
+    tools = EnvironmentSection(name="tools")
+    ((key, said),) = deterministic(attrs.evolve(on_gpus, environment=tools))
+    assert key == "run.deterministic" and "turns of an environment" in said
 
 
 APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
