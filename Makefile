@@ -20,12 +20,21 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
+# A tenth of a short process is compiling Python where a machine forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
-# torch first and pinned: newer releases bring gigabytes of CUDA packages to a CPU machine.
+# $(call environment,FOLDER): an environment with torch and uv, which then installs in a fraction of pip's time.
+# torch is pinned: newer releases bring gigabytes of CUDA packages to a CPU machine. pip installs it, since it may be told
+# where a CPU build is; uv keeps what is there.
+define environment
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 uv==0.13.9
+endef
+uv = $(1)/bin/uv pip install -q --python $(1)/bin/python --compile-bytecode
+
 $(VENV)/.done: pyproject.toml ci/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q torch==2.13.0
-	$(PIP) install -q -c ci/constraints.txt -e '.[standard,gymnasium,reasoning-gym,test]'
+	$(call environment,$(VENV))
+	$(call uv,$(VENV)) -c ci/constraints.txt -e '.[standard,gymnasium,reasoning-gym,test]'
 	touch $@
 
 demo: $(VENV)/.done
@@ -38,9 +47,9 @@ ENGINES := vllm sglang deepspeed megatron
 
 # vLLM and SGLang pin their torch and need stubs on a CPU: an environment of their own, of what was seen to work together.
 .venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)
-	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/python -m pip install -q --disable-pip-version-check -r ci/engines/requirements.txt
-	.venv-engines/bin/python -m pip install -q --disable-pip-version-check --no-deps -r ci/engines/requirements-nodeps.txt
+	$(call environment,.venv-engines)
+	$(call uv,.venv-engines) -r ci/engines/requirements.txt
+	$(call uv,.venv-engines) --no-deps -r ci/engines/requirements-nodeps.txt
 	touch $@
 
 ENGINE_TESTS := tests/engines $(ENGINES:%=tests/backends/%)
@@ -56,15 +65,14 @@ test-gpu: $(VENV)/.done
 
 # Reports in Chromium, which must be installed (Debian: apt-get install chromium).
 test-browser: $(VENV)/.done
-	$(PIP) install -q -c ci/constraints.txt -e '.[browser]'
+	$(call uv,$(VENV)) -c ci/constraints.txt -e '.[browser]'
 	HYBRIDFLOW_BROWSER=1 $(PY) -m pytest -n0 tests/browser
 
 # Trackers of services, offline, in an environment of their own.
 .venv-trackers/.done: pyproject.toml ci/constraints.txt
-	$(PYTHON) -m venv .venv-trackers
-	.venv-trackers/bin/pip install -q torch==2.13.0
-	.venv-trackers/bin/pip install -q -c ci/constraints.txt -e '.[fsdp,tensorboard,test]'
-	.venv-trackers/bin/pip install -q -r ci/trackers.txt
+	$(call environment,.venv-trackers)
+	$(call uv,.venv-trackers) -c ci/constraints.txt -e '.[fsdp,tensorboard,test]'
+	$(call uv,.venv-trackers) -r ci/trackers.txt
 	touch $@
 
 test-trackers: .venv-trackers/.done
@@ -84,7 +92,7 @@ ahead: $(VENV)/.done
 
 # Pictures of the demo's report, for the docs and the README.
 screenshots: $(VENV)/.done
-	$(PIP) install -q -c ci/constraints.txt -e '.[browser]'
+	$(call uv,$(VENV)) -c ci/constraints.txt -e '.[browser]'
 	$(PY) ci/screenshots.py
 
 # Memory at full depth, on GPUs that are not there.
@@ -133,7 +141,7 @@ configs: .venv-engines/.done
 	HYBRIDFLOW_CONFIGS=$(or $(CONFIGS),150) .venv-engines/bin/python -m pytest -n 2 tests/faults/test_configs.py
 
 docs: $(VENV)/.done
-	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'
+	$(call uv,$(VENV)) -c ci/constraints.txt -e '.[docs]'
 	$(PY) -m sphinx -W -q -b html docs docs/_build/html
 
 BENCH ?= $(filter-out %/common.py %/table.py,$(sort $(wildcard bench/*.py)))
@@ -141,15 +149,13 @@ bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
 	@status=0; for script in $(BENCH); do echo "# $$script" >&2; $(PY) $$script || status=1; done; exit $$status
 
 .bench/trl/.done:
-	$(PYTHON) -m venv .bench/trl
-	.bench/trl/bin/pip install -q torch==2.13.0
-	.bench/trl/bin/pip install -q numpy trl==1.16.0 transformers==5.23.0 accelerate datasets torch==2.13.0
+	$(call environment,.bench/trl)
+	$(call uv,.bench/trl) numpy trl==1.16.0 transformers==5.23.0 accelerate datasets torch==2.13.0
 	touch $@
 
 .bench/verl/.done:
-	$(PYTHON) -m venv .bench/verl
-	.bench/verl/bin/pip install -q torch==2.13.0
-	.bench/verl/bin/pip install -q verl==0.9.1 torch==2.13.0
+	$(call environment,.bench/verl)
+	$(call uv,.bench/verl) verl==0.9.1 torch==2.13.0
 	touch $@
 
 # One seed of four: make curves CURVES='--seeds 0 --only rloo remax reinforce_pp dpo'

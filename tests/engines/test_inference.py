@@ -36,8 +36,9 @@ def greedy(folder, name: str, *engine: str) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=matrix)])
+@pytest.mark.parametrize("name", ENGINES)
 def test_another_engine_says_the_same(trained, name):
     pytest.importorskip(name)
     expected = greedy(trained, f"embedded-{name}")

@@ -23,8 +23,9 @@ ENGINES = {
 }
 
 
+@matrix
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=matrix)])
+@pytest.mark.parametrize("name", ENGINES)
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
     pytest.importorskip(name)
     kills, steps = (5, 20) if EVERY else (1, 5)
