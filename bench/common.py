@@ -179,6 +179,38 @@ def draw(
         figure.savefig(target, metadata={"Date": None} if target.endswith(".svg") else None)
 
 
+PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bf16 FLOP/s from the data sheets, by a part of the device's name."""
+REACHED = 0.8
+"""The share of them that large products reach, 790e12 of an H200."""
+
+
+def reachable_flops(device: str) -> float | None:
+    """The bf16 FLOP/s that large products reach on a device of this name; None where it is not known."""
+    return next((REACHED * flops for name, flops in PEAK_BF16.items() if name in device), None)
+
+
+def device_of(mini: bool, what: str) -> str | None:
+    """ "cpu" of a mini run, "cuda" of others; None, which is told, where there is no GPU."""
+    import torch
+
+    if mini:
+        torch.set_num_threads(1)
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    print(json.dumps({"name": what, "skipped": "no CUDA device"}))
+    return None
+
+
+def synchronize(device: str) -> None:
+    """Wait for what is queued on the device."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 class Peer:
     """Another project in its own venv (`make bench` installs it): a process that times what it is told to.
 

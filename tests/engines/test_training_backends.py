@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 from helpers.training_check import assert_equal, check
-from helpers.training_jobs import Setup, disagreeing_update, moved, train
+from helpers.training_jobs import Setup, disagreeing_update, moved, staying, train
 from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
@@ -79,6 +79,26 @@ def test_training_goes_on_after_its_memory_was_given_back(ranks, folder, setup):
     want = ranks(train, made.layout.world, made, pairs, 2)
     for a, b in zip(got, want, strict=True):
         assert_equal(a, b["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("setup", "trained"),
+    [
+        (lambda: megatron(ParallelLayout(dp=2), precision="bf16"), True),
+        (lambda: megatron(ParallelLayout(tp=2), precision="bf16"), False),
+        (lambda: deepspeed(2, 2, precision="bf16"), True),
+        (lambda: deepspeed(3, 2, precision="bf16"), True),
+        (lambda: deepspeed(3, 2, precision="bf16"), False),
+    ],
+    ids=["megatron", "megatron frozen", "zero 2", "zero 3", "zero 3 frozen"],
+)
+def test_no_tensor_stays_when_all_parts_leave(ranks, folder, setup, trained):
+    """Masters, moments and gradient buffers, by whatever name Megatron and DeepSpeed hold them, and frozen weights."""
+    made = attrs.evolve(setup(), path=folder("qwen2-tied"))
+    if not trained:
+        made = attrs.evolve(made, optimizer=None)
+    for left in ranks(staying, made.layout.world, made, [(make_batch(7), Blend())]):
+        assert left == []
 
 
 @pytest.mark.parametrize(

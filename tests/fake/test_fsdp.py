@@ -24,8 +24,8 @@ class TestFSDP(FakeGPUConformance):
     cases = {
         "dp 8": case({"dp": 8}, 8),
         "dp 64, recomputed": case({"dp": 64}, 64, {"activation_checkpointing": True}),
-        "dp 64, 8 replicas": case({"dp": 64}, 8, {"replicas": 8}),
-        "dp 16 tp 4": case({"dp": 16, "tp": 4}, 64),
+        "dp 8, 2 replicas": case({"dp": 8}, 4, {"replicas": 2}),
+        "dp 4 tp 2": case({"dp": 4, "tp": 2}, 8),
         "dp 8, kept gathered": case({"dp": 8}, 8, {"reshard_after_forward": False}, gathered=2.0),
         "dp 8, on the host": case(
             {"dp": 8}, 8, {"cpu_offload": True}, weight_bytes=0.0, moment_bytes=0.0, gradient_bytes=0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,38 @@ def away_and_back(worker: ModelWorker) -> None:
     stored = [tensor for source in sources for tensor in source()]
     assert stored and not any(t.untyped_storage().nbytes() for t in stored)
     residence.onload(PARTS)
+
+
+def staying(rank: int, world: int, setup: Setup, pairs: list) -> list[str]:
+    """The tensors of 8 kB and more that all parts leave behind, except for their copies on the host.
+
+    All tensors that Python knows are looked at, so also those that the backend does not name.
+    """
+    earlier = _storages()
+    worker = make_worker(rank, setup)
+    if setup.optimizer is not None:
+        worker.update([(mine(worker, batch, loss.unit), loss) for batch, loss in pairs])
+    residence = worker.backend.residence
+    residence.offload(PARTS)
+    copies = {
+        away.on_host.untyped_storage().data_ptr()
+        for of in residence._storages.values()
+        for away in of.values()
+        if away.on_host is not None
+    }
+    left = _storages()
+    return [text for at, text in left.items() if at not in copies and at not in earlier]
+
+
+def _storages() -> dict[int, str]:
+    """Address -> what it is, of each storage of 8 kB and more."""
+    gc.collect()
+    tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    return {
+        one.untyped_storage().data_ptr(): f"{type(one).__name__} {one.dtype} {list(one.shape)}"
+        for one in tensors
+        if one.device.type == "cpu" and one.untyped_storage().nbytes() >= 8192
+    }
 
 
 def reload(rank: int, world: int, setup: Setup, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
