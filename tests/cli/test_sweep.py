@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from helpers.paths import matrix
 
 from hybridflow.cli.main import main
 from hybridflow.cli.sweep import Point, points_of, slots_of, split
@@ -95,6 +96,7 @@ def test_each_run_on_gpus_has_its_own(monkeypatch):
     assert slots_of([job()], None) == [{}]
 
 
+@matrix
 def test_other_settings_are_run_again_and_what_is_done_is_not(tiny, capsys):
     arguments = ["sweep", "tiny.toml", "--name", "mine", "seeds=1", "run.final_checkpoint=false"]
     assert main([*arguments, "run.steps=1"]) == 0

@@ -1,6 +1,6 @@
 """What `show` accepts runs; what it refuses it refuses in sentences, and soon.
 
-Twenty drawn configurations run two steps, and 120 mutated ones are shown; `make configs` has 150 over every backend
+Twelve drawn configurations run two steps, and 72 mutated ones are shown; `make configs` has 150 over every backend
 and engine that is installed, and 3,600, or HYBRIDFLOW_CONFIGS of them and 24 times as many.
 """
 
@@ -20,7 +20,7 @@ from helpers.tiny import hybridflow
 from hybridflow.cli.main import main
 from hybridflow.core.names import is_installed
 
-COUNT = int(os.environ.get("HYBRIDFLOW_CONFIGS", "20"))
+COUNT = int(os.environ.get("HYBRIDFLOW_CONFIGS", "12"))
 MANY = COUNT > 20
 COMMANDS = 60 if MANY else 2
 """How many of the mutated ones the command is given."""

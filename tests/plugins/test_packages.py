@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.packages import hybridflow, install, python
-from helpers.paths import ROOT
+from helpers.paths import ROOT, matrix
 
 from hybridflow.cli.main import main
 
@@ -72,6 +72,7 @@ def test_a_new_package_of_each_kind_is_installed_and_listed_and_passes_its_tests
         assert re.search(rf"test_my_{kind}\.py::.* PASSED", tested.stdout), tested.stdout
 
 
+@matrix
 def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):
     source = ROOT / "examples" / "plugins" / "hybridflow-gigpo"
     packages = install(tmp_path / "site", source)

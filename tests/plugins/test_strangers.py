@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.packages import hybridflow, install, python
+from helpers.paths import matrix
 
 HERE = Path(__file__).parent
 MODEL = {
@@ -84,6 +85,7 @@ def test_each_is_listed_with_its_package_and_version(installed, tmp_path):
     assert re.search(r"rollout_engine +halves +tp; .*extras: tint", listed)
 
 
+@matrix
 def test_they_pass_the_suites_of_their_kinds(installed, tmp_path):
     check = HERE / "strangers" / "check_strangers.py"
     tested = python(
@@ -131,6 +133,7 @@ def test_two_ranks_of_theirs_learn_what_one_of_ours_learns(installed, folder):
     assert lines == [f"{row['step']} {row['fives']}" for row in theirs]
 
 
+@matrix
 def test_a_column_of_theirs_reaches_backend_and_engine_alike(installed, folder):
     plain = run(installed, folder, "plain", *THEIRS, "runtime=inline", "sampling.temperature=1.0")
     tinted = run(

@@ -14,6 +14,7 @@ import torch
 from helpers import hosted_jobs as jobs
 from helpers.counting import Counting, Slow, SlowInFlight, update
 from helpers.kept_engines import kept_engines
+from helpers.paths import matrix
 
 import hybridflow.kit.hosting.hosted as hosted_module
 from hybridflow.backends.transformers.config import TransformersEngineConfig
@@ -167,6 +168,7 @@ def test_killed_between_two_calls_it_comes_back_with_its_weights(counting):
     assert same(engine.generate(asked(4)), expected)
 
 
+@matrix
 def test_killed_during_an_update_it_gets_all_of_the_new_weights(speaking):
     engine, second = speaking(restarts=1), reference("qwen2", seed=1)
     engine.begin_update(2)
