@@ -66,8 +66,9 @@ Checked = tuple[Job, Sequence[PoolMemory]]
 def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str], None]) -> Checked:
     """Check a job against the memory of its pools; return it with engines limited accordingly.
 
-    Raises ConfigError for a job on GPUs that exceeds the usable memory by more than EXCESS. `say`
-    prints results, warnings, and why the memory was not checked.
+    Raises ConfigError for a job on GPUs that exceeds the usable memory by more than EXCESS, and for
+    one whose bits would depend on the memory that is free. `say` prints results, warnings, and why
+    the memory was not checked.
     """
     if not job.planner:
         say("memory: not checked, as no planner is installed")
@@ -115,7 +116,8 @@ def _problem(pool: PoolMemory) -> str:
 def _with_rooms(job: Job, pools: Sequence[PoolMemory], say: Callable[[str], None]) -> Job:
     """Return the job with engines that take no more than the models leave.
 
-    Where the models do not fit, engines are not changed.
+    Where the models do not fit, engines are not changed. Raises ConfigError where an engine would
+    change in a job that must repeat its bits.
     """
     models = dict(job.models)
     for pool in pools:
@@ -130,6 +132,12 @@ def _with_rooms(job: Job, pools: Sequence[PoolMemory], say: Callable[[str], None
             within = config.within(room)
             if within == config:
                 continue
+            if job.run.deterministic:
+                raise ConfigError(
+                    f"run.deterministic: is true, and {role}'s engine asks for more memory than "
+                    f"the models leave, {amount(room.cache)} for its cache: what it gets would "
+                    "depend on what is free; let its settings ask for less, or set false"
+                )
             spec = attrs.evolve(placed.spec, engine_config=within)
             models[role] = attrs.evolve(placed, spec=spec)
             say(

@@ -57,6 +57,27 @@ def test_what_fits_is_said_and_engines_get_what_the_models_leave(monkeypatch, tm
     assert cache_of(job) == 20.0
 
 
+@pytest.mark.parametrize(("cache", "refused"), [(19.0, False), (20.0, False), (21.0, True)])
+def test_a_job_that_repeats_its_bits_has_caches_of_the_stated_size(
+    monkeypatch, tmp_path, cache, refused
+):
+    """Which sequences are decoded together would depend on what other programs leave free."""
+    answer = Answers(pool(60e9, rooms={"actor": ROOM}))
+    monkeypatch.setattr(module, "build_planner", lambda name, config: answer)
+    job = attrs.evolve(job_of(tmp_path, run={"deterministic": True}), device="cuda")
+    actor = job.models["actor"]
+    stated = attrs.evolve(actor.spec.engine_config, kv_memory_gb=cache)
+    placed = attrs.evolve(actor, spec=attrs.evolve(actor.spec, engine_config=stated))
+    job = attrs.evolve(job, models={"actor": placed})
+    if not refused:
+        assert cache_of(preflight(job, DEVICES, lambda line: None)[0]) == cache
+        return
+    with pytest.raises(
+        ConfigError, match=r"actor's engine asks for more .* 20.00 GB for its cache"
+    ):
+        preflight(job, DEVICES, lambda line: None)
+
+
 def test_on_cpus_engines_stay_as_they_are(monkeypatch, tmp_path):
     job, said = asked(monkeypatch, tmp_path, pool(60e9, rooms={"actor": ROOM}), device="cpu")
     assert len(said) == 1
