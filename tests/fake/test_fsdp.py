@@ -23,14 +23,13 @@ class TestFSDP(FakeGPUConformance):
     layers = 2
     cases = {
         "dp 8": case({"dp": 8}, 8),
-        "dp 64, recomputed": case({"dp": 64}, 64, {"activation_checkpointing": True}),
         "dp 8, 2 replicas": case({"dp": 8}, 4, {"replicas": 2}),
         "dp 4 tp 2": case({"dp": 4, "tp": 2}, 8),
         "dp 8, kept gathered": case({"dp": 8}, 8, {"reshard_after_forward": False}, gathered=2.0),
-        "dp 8, on the host": case(
-            {"dp": 8}, 8, {"cpu_offload": True}, weight_bytes=0.0, moment_bytes=0.0, gradient_bytes=0.0,
+        "dp 64, on the host": case(
+            {"dp": 64}, 64, {"cpu_offload": True}, weight_bytes=0.0, moment_bytes=0.0, gradient_bytes=0.0,
             moves=False, saves=False,
         ),
-        "dp 64, a value model": case({"dp": 64}, 64, kind="value"),
+        "dp 64, a value model, recomputed": case({"dp": 64}, 64, {"activation_checkpointing": True}, kind="value"),
         "dp 64, frozen": case({"dp": 64}, 64, trained=False, weight_bytes=2.0),
     }  # fmt: skip

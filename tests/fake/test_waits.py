@@ -41,9 +41,7 @@ def waits(layout: ParallelLayout):
         yield context, since
 
 
-@pytest.mark.parametrize(
-    ("layout", "rows"), [({}, 4), ({}, 24), ({"dp": 2}, 24), ({"dp": 4, "tp": 2}, 24)], ids=str
-)
+@pytest.mark.parametrize(("layout", "rows"), [({}, 4), ({}, 24), ({"dp": 4, "tp": 2}, 24)], ids=str)
 def test_an_update_waits_for_its_figures_and_the_norm(layout, rows, monkeypatch):
     with waits(ParallelLayout(**layout)) as (context, since):
         config = FSDPConfig(precision="bf16")
