@@ -6,6 +6,7 @@ The machine may be shared, so times are taken in turns and compared as paired ra
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -190,8 +191,16 @@ def reachable_flops(device: str) -> float | None:
     return next((REACHED * flops for name, flops in PEAK_BF16.items() if name in device), None)
 
 
+MINI_MODEL = [
+    "actor.model.config.vocab_size=64", "actor.model.config.hidden_size=64", "actor.model.config.intermediate_size=128",
+    "actor.model.config.num_hidden_layers=2", "actor.model.config.num_attention_heads=4", "run.device=cpu",
+    "rollout.dtype=float32",
+]  # fmt: skip
+"""Overrides of examples/gpu_grpo.toml: a tiny model on the CPU."""
+
+
 def device_of(mini: bool, what: str) -> str | None:
-    """ "cpu" of a mini run, "cuda" of others; None, which is told, where there is no GPU."""
+    """Return "cpu" for a mini run and "cuda" for others; None, which is told, where there is no GPU."""
     import torch
 
     if mini:
@@ -209,6 +218,48 @@ def synchronize(device: str) -> None:
 
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def release(device: str) -> None:
+    """Give back the device's memory of what is no longer referred to."""
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_of(
+    action: Callable[[], object], device: str, rounds: int, before: Callable[[], object] | None = None
+) -> float:  # fmt: skip
+    """Return the median seconds of an action, the device's work included, over rounds after one that does not count.
+
+    before: is called before each round, and does not count.
+    """
+    found = []
+    for _ in range(1 + rounds):
+        if before is not None:
+            before()
+        synchronize(device)
+        started = time.perf_counter()
+        action()
+        synchronize(device)
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[1:])
+
+
+def hybridflow(command: Sequence[str], here: bool) -> None:
+    """Run a command of hybridflow, in this process if `here`; what it prints goes to stderr."""
+    if here:
+        from hybridflow.cli.main import main
+
+        with contextlib.redirect_stdout(sys.stderr):
+            code = main(list(command))
+    else:
+        whole = [sys.executable, "-m", "hybridflow.cli.main", *command]
+        code = subprocess.run(whole, check=False, stdout=sys.stderr).returncode
+    if code:
+        raise SystemExit(f"hybridflow {' '.join(command)} ended with status {code}")
 
 
 class Peer:

@@ -13,17 +13,15 @@ was skipped.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import ROOT, device_of, emit
+from common import ROOT, device_of, emit, hybridflow
 
 CONFIG = ROOT / "examples" / "arithmetic.toml"
 TIMES = ("seconds", "timestamp", "_gb", "_mb", "per_second")
@@ -107,20 +105,6 @@ def main(arguments: list[str] | None = None) -> int:
         against=f"one that need not, {times['free']:.3g} s",
     )  # fmt: skip
     return 0 if met else 1
-
-
-def hybridflow(command: list[str], here: bool) -> None:
-    """Run a command of hybridflow; here: in this process."""
-    if here:
-        from hybridflow.cli.main import main as run
-
-        with contextlib.redirect_stdout(sys.stderr):
-            code = run(command)
-    else:
-        whole = [sys.executable, "-m", "hybridflow.cli.main", *command]
-        code = subprocess.run(whole, check=False, stdout=sys.stderr).returncode
-    if code:
-        raise SystemExit(f"hybridflow {' '.join(command)} ended with status {code}")
 
 
 def outcome(folder: Path) -> tuple[dict[str, str], list[dict[str, float]]]:

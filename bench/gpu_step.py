@@ -21,20 +21,27 @@ that it was skipped.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import ROOT, device_of, emit, measured, reachable_flops, synchronize
+from common import (
+    MINI_MODEL,
+    ROOT,
+    device_of,
+    emit,
+    hybridflow,
+    measured,
+    reachable_flops,
+    release,
+    seconds_of,
+    synchronize,
+)
 
 CONFIG = ROOT / "examples" / "gpu_grpo.toml"
 MODELS: dict[str, dict[str, Any]] = {
@@ -42,13 +49,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }  # fmt: skip
 """What differs from examples/gpu_grpo.toml, whose model is the second one."""
-MINI = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 UTILISED, MISMATCH, MEMORY = 0.35, 0.05, 0.1
 """The bars: of what is reached, at 1.5B; nats; of the memory that was said."""
 AIM = 0.45
@@ -85,12 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def settings_of(model: str, mini: bool, overrides: list[str]) -> list[str]:
     """The overrides of examples/gpu_grpo.toml for a model."""
-    fields = MINI if mini else MODELS[model]
-    settings = [f"actor.model.config.{key}={value}" for key, value in fields.items()]
+    settings = [f"actor.model.config.{key}={value}" for key, value in MODELS[model].items()]
     if mini:
-        settings += [
-            "run.device=cpu", "run.steps=2", "algorithm={prompts_per_step=4, group_size=4}", "sampling.max_tokens=24",
-            "rollout.dtype=float32", "actor.micro_batch_tokens=128", 'runtime={name="inline", threads=1}',
+        settings = [
+            *MINI_MODEL, "run.steps=2", "algorithm={prompts_per_step=4, group_size=4}", "sampling.max_tokens=24",
+            "actor.micro_batch_tokens=128", 'runtime={name="inline", threads=1}',
         ]  # fmt: skip
     return settings + overrides
 
@@ -159,21 +158,12 @@ def costs(what: str, largest: list[tuple[str, float]]) -> None:
 
 def run(settings: list[str], here: bool) -> tuple[list[dict[str, float]], Any]:
     """The metrics of the steps that count, and the job. here: in this process."""
-    from hybridflow.cli.main import main as hybridflow
     from hybridflow.settle.launch import load_config
 
     [job] = load_config(CONFIG, settings)
     with tempfile.TemporaryDirectory() as folder:
         places = [f"run.folder={folder}", "run.final_checkpoint=false", "run.report=false"]
-        command = ["run", str(CONFIG), *places, *settings]
-        if here:
-            with contextlib.redirect_stdout(sys.stderr):
-                code = hybridflow(command)
-        else:
-            whole = [sys.executable, "-m", "hybridflow.cli.main", *command]
-            code = subprocess.run(whole, check=False, stdout=sys.stderr).returncode
-        if code:
-            raise SystemExit(f"the run ended with status {code}")
+        hybridflow(["run", str(CONFIG), *places, *settings], here)
         lines = (Path(folder) / CONFIG.stem / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][WARM:], job
 
@@ -198,14 +188,12 @@ def report_run(
         f"{what}: mismatch of engine and trainer", mismatch, "nats", bar=MISMATCH, at_most=True
     )
     inside = tokens / mean("actor/generate_seconds")
-    if mini:  # a process of the CPU holds more than the tensors that are said
-        return met, inside
 
-    # The sums count what the engine keeps, as the allocator does.
+    # The sums count what the engine keeps, as the allocator does; a CPU's figures are of the whole process.
     [said] = job_memory(job, {"main": DeviceMemory(total, total)})
     for phase, key in (("while actor trains", "update"), ("while actor generates", "generate")):
         found = max(row[f"actor/{key}_peak_gb"] for row in rows)
-        bar = {"bar": MEMORY, "at_most": True} if key == "update" else {}
+        bar = {"bar": MEMORY, "at_most": True} if key == "update" and not mini else {}
         if phase in said.phases:
             emit(f"{what}: memory that was said, {phase}", said.phases[phase] / 1e9, "GB")
             off = abs(said.phases[phase] / 1e9 / found - 1)
@@ -241,19 +229,19 @@ def alone(settings: list[str], device: str, mini: bool) -> dict[str, Any]:
             Request(row, prompts[row // algorithm.group_size], job.sampling, seed=row)
             for row in range(sequences)
         ]
-        seconds, tokens = [], 0
-        for _ in range(1 + (1 if mini else 2)):
-            synchronize(device)
-            started = time.perf_counter()
-            tokens = sum(len(done.response_ids) for done in engine.submit(requests))
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
+        done: list[Any] = []
+
+        def generate() -> None:
+            done[:] = engine.submit(requests)
+
+        seconds = seconds_of(generate, device, 1 if mini else 2)
+        tokens = sum(len(one.response_ids) for one in done)
         # Each operation is recorded, so fewer tokens.
         few = attrs.evolve(job.sampling, max_tokens=min(64, job.sampling.max_tokens))
         requests = [attrs.evolve(request, sampling=few) for request in requests]
-        largest = profiled(lambda: list(engine.submit(requests)), device)
+        largest = profiled(generate, device)
         engine.close()
-    return {"tokens_per_second": tokens / min(seconds[1:]), "costs": largest}
+    return {"tokens_per_second": tokens / seconds, "costs": largest}
 
 
 def fill(engine: Any, device: str) -> None:
@@ -277,7 +265,6 @@ def fill(engine: Any, device: str) -> None:
 def updates(settings: list[str], device: str, mini: bool) -> dict[str, Any]:
     """Seconds, tokens, FLOPs and peak memory of each case, and the largest costs of the first."""
     import attrs
-    import torch
 
     from hybridflow.core.contracts.training import Packing
     from hybridflow.core.workers.memory import measured as measured_memory
@@ -310,25 +297,16 @@ def updates(settings: list[str], device: str, mini: bool) -> dict[str, Any]:
                 worker.backend.packing = Packing.PADDED if case == "padded" else packing
                 group = GROUP if lengths is rows else 1
                 update = partial(worker.update, [(batch_of(lengths, group), Likelihood())])
-                update()
-                seconds = []
                 with measured_memory(context.device) as peak:
-                    for _ in range(1 if mini else ROUNDS):
-                        synchronize(device)
-                        started = time.perf_counter()
-                        update()
-                        synchronize(device)
-                        seconds.append(time.perf_counter() - started)
+                    seconds = seconds_of(update, device, 1 if mini else ROUNDS)
                 if case == "packed":
                     largest = profiled(update, device)
                 found[case] = {
-                    "seconds": statistics.median(seconds), "tokens": sum(lengths) + PROMPT * len(lengths) // group,
+                    "seconds": seconds, "tokens": sum(lengths) + PROMPT * len(lengths) // group,
                     "flops": flops(role.model.hf_config, lengths, group), "peak": peak.most, "same": lengths is rows,
                 }  # fmt: skip
             del worker, update
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
     return {"cases": found, "costs": largest}
 
 

@@ -16,26 +16,16 @@ GPU it says that it was skipped.
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import ROOT, device_of, emit, synchronize
+from common import MINI_MODEL, ROOT, device_of, emit, release, seconds_of
 
 CONFIG = ROOT / "examples" / "gpu_grpo.toml"
-MINI = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 ROUNDS = 5
 LEFT = 64 << 20
 """Bytes on the device after all has gone that do not count: cuBLAS's workspaces, which torch allocates, and buffers."""
@@ -51,10 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     device = device_of(options.mini, "gpu sync")
     if device is None:
         return 0
-    fields = MINI if options.mini else {"num_hidden_layers": options.layers}
-    settings = [f"actor.model.config.{key}={value}" for key, value in fields.items()]
+    settings = [f"actor.model.config.num_hidden_layers={options.layers}"]
     if options.mini:
-        settings += ["run.device=cpu", "rollout.dtype=float32"]
+        settings = MINI_MODEL
     met = True
     for own_process in (False, True):
         with tempfile.TemporaryDirectory() as logs:
@@ -63,28 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
         release(device)
     met &= moves([*settings, *overrides], device)
     return 0 if met else 1
-
-
-def release(device: str) -> None:
-    """Give back the memory of what is no longer referred to."""
-    import torch
-
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def seconds_of(action: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> float:  # fmt: skip
-    """The median seconds of an action, the device's included; `before` comes before each and does not count."""
-    found = []
-    for _ in range(1 + ROUNDS):
-        before()
-        synchronize(device)
-        started = time.perf_counter()
-        action()
-        synchronize(device)
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[1:])
 
 
 def role_of(settings: list[str], **changes: Any) -> Any:
@@ -112,7 +79,7 @@ def syncs(settings: list[str], device: str, own_process: bool, logs: str) -> boo
         worker.build()
         try:
             pair = (made_up(4, 8, 16), Likelihood())
-            seconds = seconds_of(worker.sync, device, lambda: worker.update([pair]))
+            seconds = seconds_of(worker.sync, device, ROUNDS, lambda: worker.update([pair]))
             parameters = [shard for _, _, shard in worker.backend.named_shards()]
             copies = [shard.clone() for shard in parameters]
 
@@ -121,7 +88,7 @@ def syncs(settings: list[str], device: str, own_process: bool, logs: str) -> boo
                     target.copy_(source)
 
             nbytes = sum(copied.nbytes for copied in copies)
-            plain = seconds_of(copy, device)
+            plain = seconds_of(copy, device, ROUNDS)
             emit(
                 f"{what}: {nbytes / 1e9:.3g} GB of the trainer's", seconds, "s", ratio=seconds / plain,
                 against=f"a copy on the device, {plain:.3g} s",
@@ -162,9 +129,10 @@ def moves(settings: list[str], device: str) -> bool:
             backend.offload(("weights", "optimizer"))
             release(device)
             left = torch.cuda.memory_allocated() if device == "cuda" else 0
-            back = seconds_of(lambda p=parts: backend.onload(p), device, lambda p=parts: backend.offload(p))  # fmt: skip
+            onload, offload = partial(backend.onload, parts), partial(backend.offload, parts)
+            back = seconds_of(onload, device, ROUNDS, before=offload)
             nbytes = (torch.cuda.memory_allocated() if device == "cuda" else 0) - left
-            away = seconds_of(lambda p=parts: backend.offload(p), device, lambda p=parts: returned(backend, p))  # fmt: skip
+            away = seconds_of(offload, device, ROUNDS, before=partial(returned, backend, parts))
             plain = pinned_copy(nbytes, device)
             for way, seconds in (("to the device", back), ("to the host", away)):
                 emit(
@@ -191,7 +159,7 @@ def pinned_copy(nbytes: int, device: str) -> float:
         return 0.0
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return seconds_of(lambda: there.copy_(here, non_blocking=True), device)
+    return seconds_of(lambda: there.copy_(here, non_blocking=True), device, ROUNDS)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ FIELDS: dict[str, Any] = {
 LAYERS = {"fsdp": 26, "zero3": 6, "megatron": 6}
 """FSDP2's moments are made in the first step, the others' when they are built: 26 layers of theirs do not fit 24 GiB."""
 BYTES = {"fsdp": 4.0, "zero3": 16.0, "megatron": 18.0}
-"""Of a parameter that is held, by design: float32 masters; bfloat16 weights, masters, moments; Megatron also float32 gradients.
-ZeRO's count has one bfloat16 gradient."""
+"""Of a parameter that a rank holds, by design: FSDP2 4 for its master; ZeRO-3 2 for the weight, 2 for its gradient, and 12 for
+master and moments; Megatron has gradients of 4."""
 BAR = 1.3
 
 

@@ -225,9 +225,9 @@ def away_and_back(worker: ModelWorker) -> None:
 
 
 def staying(rank: int, world: int, setup: Setup, pairs: list) -> list[str]:
-    """The tensors of 8 kB and more that all parts leave behind, except for their copies on the host.
+    """Return what tensors of 8 kB and more stay when all parts have left, without the copies on the host.
 
-    All tensors that Python knows are looked at, so also those that the backend does not name.
+    It looks at every tensor that Python knows, so also at those that the backend does not name.
     """
     earlier = _storages()
     worker = make_worker(rank, setup)
@@ -246,7 +246,7 @@ def staying(rank: int, world: int, setup: Setup, pairs: list) -> list[str]:
 
 
 def _storages() -> dict[int, str]:
-    """Address -> what it is, of each storage of 8 kB and more."""
+    """Return address -> what it is, for each storage of 8 kB and more."""
     gc.collect()
     tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
     return {
