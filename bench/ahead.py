@@ -18,13 +18,10 @@ One JSON line per figure; exits 1 where a bar is missed.
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attrs
 import numpy as np
 import torch
-from common import emit
+from common import emit, register_engine
 
 from hybridflow.algorithms.dapo import DAPO
 from hybridflow.algorithms.grpo import GRPO
@@ -307,16 +304,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=60)
     asked = parser.parse_args()
 
-    # An engine is named by an entry point, which an installed package has.
-    plugins = Path(tempfile.mkdtemp(prefix="bench-ahead-"))
-    atexit.register(shutil.rmtree, plugins, ignore_errors=True)
-    sys.path.insert(0, str(plugins))
-    info = plugins / "tailed-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailed\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[hybridflow]\nrollout_engine.tailed = ahead:TailedEngine\n"
-    )
+    register_engine("tailed", "ahead:TailedEngine")
 
     # One Ray for all runs.
     runtime = RayRuntime(RayConfig(object_store_gb=0.2))

@@ -5,13 +5,16 @@ The machine may be shared, so times are taken in turns and compared as paired ra
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,6 +55,17 @@ def emit(
 
 def _round(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def register_engine(name: str, path: str) -> None:
+    """Install an engine for this process: engines are named by entry points, which an installed package has."""
+    plugins = Path(tempfile.mkdtemp(prefix="bench-engine-"))
+    atexit.register(shutil.rmtree, plugins, ignore_errors=True)
+    sys.path.insert(0, str(plugins))
+    info = plugins / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[hybridflow]\nrollout_engine.{name} = {path}\n")
 
 
 def timed(function: Callable[[], Any]) -> float:

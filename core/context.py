@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol as Typing
 
@@ -56,8 +56,7 @@ class GroupRoleHandle:
         responses = self._ctx.kept(numbered)
         replayed = responses is not None
         if responses is None:
-            verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
-            responses = verb(numbered, params, self._ctx.seed)
+            responses = self._respond(numbered, params)
         generated = numbered.join(self._watch(responses))
         if isinstance(self.rollout, SeparateRollout):
             ahead = self._ctx.generated(self.role, self.rollout, numbered, responses, replayed)
@@ -65,6 +64,15 @@ class GroupRoleHandle:
                 lag = torch.full((numbered.rows,), int(ahead), dtype=torch.int8)
                 generated = generated.with_columns(**{LAG: lag})
         return generated
+
+    def _respond(self, prompts: Batch, params: SamplingParams) -> Batch:
+        seed = self._ctx.seed
+        if self.role.name in self._ctx.carries:
+            # Opened at once, so that they are generated beside those of earlier steps.
+            self._watch(self.group.open(prompts, params, seed))
+            return self.group.collect(prompts, self._ctx.step)
+        verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
+        return verb(prompts, params, seed)
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
         columns = {"logprobs": self.role.column} | ({"entropy": "entropy"} if entropy else {})
@@ -197,6 +205,8 @@ class GroupStepContext:
         """Number of the current step, from 1."""
         self.recorder: Recorder | None = None
         """Chooses rows of the step to be recorded, if any are."""
+        self.carries: Collection[str] = ()
+        """The roles whose responses may outlive a generation phase."""
         self._aside = False
         self._clear()
 
@@ -213,10 +223,14 @@ class GroupStepContext:
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
 
-    def page(self, step: int) -> GroupStepContext:
-        """Return a context for the calls of one step alone; the counters are shared."""
+    def page(self, step: int, carries: Collection[str] = ()) -> GroupStepContext:
+        """Return a context for the calls of one step alone; the counters are shared.
+
+        carries: the roles whose responses may outlive a generation phase.
+        """
         page = copy.copy(self)
         page.step = step
+        page.carries = carries
         page._clear()
         page.roles = {name: attrs.evolve(handle, ctx=page) for name, handle in self.roles.items()}
         if self.recorder is not None:

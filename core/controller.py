@@ -230,7 +230,7 @@ def checkpoint(run: Run, pages: Pages) -> None:
 def restore(run: Run, algorithm, say: Callable[[str], None]) -> Kept | None:
     """Load the newest checkpoint that is not damaged into the run, its workers and the algorithm.
 
-    Return what it has of the step after, with run.max_staleness. Newer ones are set aside. Raises
+    Return what it has of later steps, with run.max_staleness. Newer ones are set aside. Raises
     CheckpointError where all are damaged, and where they are those of another model.
     """
     damaged: dict[int, str] = {}

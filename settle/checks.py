@@ -22,6 +22,8 @@ from hybridflow.settle.config.structure import Problem
 Check = Callable[[Job], Iterator[tuple[str, str]]]
 CHECKS: list[tuple[frozenset[str], Check]] = []
 """The checks in order, each with the sections that it reads."""
+MOST_STALE = 4
+"""Largest run.max_staleness: with older weights runs have not been seen to learn."""
 
 
 def _reads(*sections: str) -> Callable[[Check], Check]:
@@ -49,42 +51,57 @@ def cross_checks(job: Job, failed: set[str]) -> list[Problem]:
 
 @_reads("run", "algorithm", "roles", "pools")
 def staleness(job: Job) -> Iterator[tuple[str, str]]:
-    """What generates a step ahead has engines of its own, and corrects for the older weights."""
+    """Steps are generated ahead by engines that can, and their algorithm weighs older tokens."""
     key = "run.max_staleness"
     most = job.run.max_staleness
     if not most:
-        return
-    if most > 1:
-        yield key, f"is {most}; 0 (synchronous) and 1 (a step ahead) are all that works; set 1"
         return
 
     algorithm = f"algorithm {job.algorithm_name!r}"
     generating = {name: model for name, model in job.models.items() if model.spec.engine}
     if not any(model.role.generates and model.role.trained for model in generating.values()):
-        yield key, f"is 1, and {algorithm} trains no model that generates; set 0"
+        yield key, f"is {most}, and {algorithm} trains no model that generates; set 0"
         return
+    apart = {name for name, model in generating.items() if model.rollout_pool is not None}
+    if apart and most > 1:
+        yield (
+            key,
+            f"is {most}, and engines in a pool of their own ({', '.join(sorted(apart))}) are at "
+            "most 1 step ahead; set 1",
+        )
+    elif most > MOST_STALE:
+        yield key, f"is {most}; sequences may be at most {MOST_STALE} steps ahead"
     for name, model in generating.items():
         pool = model.rollout_pool
         if pool is None:
-            yield (
-                key,
-                f"is 1, and the engines of {name} share pool {model.pool!r} with its training, so "
-                f"that they take turns; give them a pool: {name}.generation.pool, and [pools]",
-            )
+            if apart:
+                yield (
+                    key,
+                    f"is {most}, and the engines of {name} take turns with its training, while "
+                    f"those of {', '.join(sorted(apart))} have a pool of their own; give all of "
+                    "them one, or none",
+                )
+            elif job.environment is not None:
+                yield (
+                    key,
+                    f"is {most}, and the engines of {name} take turns with its training: turns of "
+                    "an environment cannot be carried over to the next step; give the engines a "
+                    f"pool ({name}.generation.pool, and [pools]), or set 0",
+                )
         elif pool not in job.untrained_pools:
             trained = [role for role in job.trained if job.models[role].pool == pool]
             yield (
                 key,
-                f"is 1, and pool {pool!r}, in which {name} generates, also trains "
+                f"is {most}, and pool {pool!r}, in which {name} generates, also trains "
                 f"{', '.join(trained)}; give the engines a pool in which nothing is trained",
             )
     if not job.algorithm.corrects_staleness:
         yield (
             key,
-            f"is 1, so tokens are of the weights one step before, and {algorithm} does not weigh "
+            f"is {most}, so tokens are of weights of earlier steps, and {algorithm} does not weigh "
             'them; set algorithm.correction = "truncate", or "mask"'
             if hasattr(job.algorithm.config, "correction")
-            else f"is 1, and {algorithm} does not say that it weighs tokens of older weights "
+            else f"is {most}, and {algorithm} does not say that it weighs tokens of older weights "
             "(Algorithm.corrects_staleness); set 0",
         )
 

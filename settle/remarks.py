@@ -79,16 +79,17 @@ def remarks(job: Job) -> Iterator[str]:
 
 def _ahead(job: Job) -> Iterator[str]:
     """Yield what keeps the steps of a run from overlapping, with run.max_staleness."""
-    if registry().runtime_capabilities(job.runtime).max_ranks == 1:
+    apart = any(model.rollout_pool is not None for model in job.models.values())
+    if apart and registry().runtime_capabilities(job.runtime).max_ranks == 1:
         yield (
             f"run.max_staleness: runtime {job.runtime} makes one call after the other, so that "
             "nothing overlaps; the steps are those of a runtime that does (ray)"
         )
 
-    # Where the calls of each role run; numerical work and data are no roles.
+    # Where the calls of each role run; numerical work is no role, and draws wait for no turn.
     pools = {name: model.pool for name, model in job.models.items()}
     pools |= {name: scorer.pool or job.reward_pool for name, scorer in job.scorers.items()}
-    pools |= {"compute": job.main_pool, "data": job.data_pool}
+    pools |= {"compute": job.main_pool}
     trained = {name for name, pool in pools.items() if pool not in job.untrained_pools}
     try:
         read = planner_of(job).read_early(job, trained) if job.planner else ()

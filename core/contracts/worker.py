@@ -158,6 +158,7 @@ def register(
     same_rows: bool = True,
     reads: Sequence[str] | Callable[..., Sequence[str] | None] | None = None,
     writes: Sequence[str] | Callable[..., Sequence[str]] | None = None,
+    early: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a worker's method callable on its group.
 
@@ -169,6 +170,8 @@ def register(
         them; only these are sent and waited for. None stands for all columns.
     writes: the columns of the returned Batch where they are known before the call, or a function of
         the call's arguments that returns them: what asks for the names does not wait then.
+    early: whether training changes nothing of what the method does, so that a step that is written
+        ahead (run.max_staleness) sends the call before its turn, to any pool.
 
     Annotate the method's return type: a `-> Batch` stays on the workers and is passed on by
     reference; any other result is sent to the controller.
@@ -181,6 +184,7 @@ def register(
             same_rows,
             reads,
             writes,
+            early,
         )
         return function
 

@@ -204,7 +204,8 @@ class WorkerGroup:
 
         # Submitting does not wait: the replies are read when the result is.
         pending: dict[int, PendingReply] = {}
-        self.outbox.post(self.pool.spec.name, _noting(outgoing, pending))
+        noted = _noting(outgoing, pending)
+        self.outbox.post(self.pool.spec.name, noted, method.early)
         return self._collect(method, promised, pieces, pending, sources)
 
     def _outgoing(

@@ -30,6 +30,8 @@ class Method:
     writes: Sequence[str] | Callable[..., Sequence[str]] | None
     """The columns of the result where they are known before the call, or a function of its
     arguments that names them."""
+    early: bool = False
+    """Whether the call need not wait for the turn of its step, in any pool."""
 
     def columns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[str] | None:
         """Return the columns to send, or None for all."""
@@ -62,5 +64,5 @@ def _methods(worker: type[Worker]) -> Iterator[Method]:
         is_batch = returns is Batch or returns == "Batch"
 
         # `register` left these, and names the protocol where it is a plugin.
-        protocol, same_rows, reads, writes = marked
-        yield Method(name, find_protocol(protocol), is_batch, same_rows, reads, writes)
+        protocol, same_rows, reads, writes, early = marked
+        yield Method(name, find_protocol(protocol), is_batch, same_rows, reads, writes, early)

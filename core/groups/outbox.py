@@ -4,10 +4,12 @@ With run.max_staleness the algorithm writes step s + 1 while step s is trained. 
 encoded as it is made; what differs is when it is submitted:
 
     to a pool in which nothing is trained,    at once: draws, generations, frozen models
-    with inputs that are there or under way
+    or of a method that is `early`, with
+    inputs that are there or under way
     any other                                 held, and submitted in order at the step's turn
 
-A reply that is read while its call is held brings the turn about.
+Several steps may be written before the first of them has its turn. A reply that is read while its
+call is held brings about the turn of its step, and of those before.
 """
 
 from __future__ import annotations
@@ -144,19 +146,24 @@ class Outbox:
         """The step that calls are made for."""
         self._held: list[Outgoing] = []
         self._turn: Callable[[Call], None] | None = None
+        self._writing = 0
+        """The step whose calls are held in the present body of `holding`."""
 
     @property
     def holds(self) -> bool:
         """Whether calls are made that may have to wait."""
         return self._turn is not None
 
-    def post(self, pool: str, calls: Iterable[Outgoing]) -> None:
-        """Submit the messages of one call, one per rank; or hold all of them."""
+    def post(self, pool: str, calls: Iterable[Outgoing], early: bool = False) -> None:
+        """Submit the messages of one call, one per rank; or hold all of them.
+
+        early: the call may be submitted to any pool.
+        """
         # All ranks or none: they must get their calls in the same order. Encoding may read a reply,
         # and so bring about the turn.
         if self.holds:
             calls = list(calls)
-            free = pool in self.ahead
+            free = early or pool in self.ahead
             if self.holds and (not free or any(one.held for call in calls for one in call.inputs)):
                 self._held += calls
                 return
@@ -165,11 +172,12 @@ class Outbox:
 
     @contextmanager
     def holding(self, turn: Callable[[Call], None]) -> Iterator[None]:
-        """Hold calls in the body, until `release`.
+        """Hold the calls of the present step in the body, until they are released.
 
-        turn: called with the first held call whose reply is read; it releases.
+        turn: called with a held call whose reply is read; it releases the step of that call.
         """
         self._turn = turn
+        self._writing = self.step
         try:
             yield
         finally:
@@ -184,14 +192,19 @@ class Outbox:
                 "made the call, has not had its turn"
             )
         turn(call)
+        # The call may have been that of an earlier step.
+        if call.step < self._writing:
+            self._turn = turn
 
-    def release(self) -> None:
-        """Submit the held calls, in the order in which they were made."""
-        self._turn = None
-        held, self._held = self._held, []
-        for call in held:
+    def release(self, step: int) -> None:
+        """Submit the held calls of the steps up to this one, in the order they were made in."""
+        if step >= self._writing:
+            self._turn = None
+        due = [call for call in self._held if call.reply.call.step <= step]
+        self._held = self._held[len(due) :]
+        for call in due:
             call.submit()
 
     def drop(self) -> None:
-        """Forget the held calls: their step will not have its turn."""
+        """Forget the held calls: their steps will not have their turn."""
         self._held = []

@@ -10,14 +10,21 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.contracts.rollout import Request, RolloutEngine, SamplingParams
+from hybridflow.core.contracts.rollout import (
+    Completion,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+)
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import failed_rows, finished
+from hybridflow.core.workers.carried import Carried, Unfinished
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
+from hybridflow.core.workers.gradients import LAG
 
 GENERATE_READS = ("prompt_ids", "sample_id", "max_tokens")
 """Columns that generation reads; max_tokens where the batch has it."""
@@ -32,6 +39,8 @@ GENERATED = (
     "outcome",
 )
 """The columns that `generate` adds."""
+COLLECTED = (*GENERATED, LAG)
+"""The columns that `collect` adds."""
 EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
 """The columns that `episodes` adds."""
 
@@ -48,17 +57,95 @@ def generate_rows(
     # Some replicas have no rows in small batches.
     requests = make_requests(batch, sampling, seed, extras)
     completions = engine.generate(requests) if requests else []
+    return _generated(completions, engine, started)
 
+
+def collect_rows(
+    engine: RolloutEngine, batch: Batch, step: int, carried: Carried, version: int
+) -> Batch:
+    """Complete rows that are open, those of other steps beside them: the columns COLLECTED.
+
+    step: whose turn it is; version: that of the engine's weights.
+    """
+    started = time.perf_counter()
+    carried.begin(step, version)
+    rows = torch.as_tensor(batch["sample_id"].values).tolist()
+    completions = carried.collect(engine, rows)
+    generated = _generated(completions, engine, started)
+
+    lags = [carried.lags(done.weight_version, step) for done in completions]
+    versions = [len(np.unique(done.weight_version)) for done in completions]
+    every = np.concatenate([np.zeros(0, np.int8), *lags])
+    metrics = generated.metrics
+    metrics.means["staleness"] = (float(every.sum(dtype=np.int64)), float(len(every)))
+    metrics.means["versions_per_sequence"] = (float(sum(versions)), float(len(versions)))
+    metrics.maxima["staleness_max"] = float(every.max(initial=0))
+    return generated.with_columns(**{LAG: tokens(lags, torch.int8)})
+
+
+def opened_requests(
+    batch: Batch, sampling: SamplingParams, seed: int, extras: Collection[str] = ()
+) -> list[Request]:
+    """Return one request per row, whose id is the number of the row's sample in the run."""
+    samples = torch.as_tensor(batch["sample_id"].values).tolist()
+    requests = make_requests(batch, sampling, seed, extras)
+    return [
+        attrs.evolve(request, id=sample) for request, sample in zip(requests, samples, strict=True)
+    ]
+
+
+def rows_of(unfinished: Sequence[Unfinished]) -> Batch:
+    """Return open rows as a batch, which travels; `unfinished_of` undoes it."""
+    made = [row.made for row in unfinished]
+    return Batch(
+        {
+            "sample_id": torch.tensor([one.id for one in made], dtype=torch.int64),
+            "prompt_ids": tokens([row.prompt_ids for row in unfinished], torch.int64),
+            **_columns(made),
+            "finish_reason": [one.finish_reason for one in made],
+        }
+    )
+
+
+def unfinished_of(rows: Batch) -> list[Unfinished]:
+    """Return what `rows_of` was given."""
+    samples = torch.as_tensor(rows["sample_id"].values).tolist()
+    prompts, ids, logprobs, versions = (
+        [np.asarray(values, dtype) for values in rows[name]]
+        for name, dtype in (
+            ("prompt_ids", np.int64),
+            ("response_ids", np.int64),
+            ("rollout_logprobs", np.float32),
+            ("weight_version", np.int64),
+        )
+    )
+    reasons = list(rows["finish_reason"].values)
+    fields = zip(samples, ids, logprobs, versions, reasons, strict=True)
+    made = [Completion(*each) for each in fields]
+    return [Unfinished(prompt, one) for prompt, one in zip(prompts, made, strict=True)]
+
+
+def _columns(completions: Sequence[Completion]) -> dict[str, Column]:
+    return {
+        "response_ids": tokens([done.response_ids for done in completions], torch.int64),
+        "rollout_logprobs": tokens([done.logprobs for done in completions], torch.float32),
+        "weight_version": tokens([done.weight_version for done in completions], torch.int32),
+    }
+
+
+def _generated(completions: Sequence[Completion], engine: RolloutEngine, started: float) -> Batch:
+    """Return completions as the columns GENERATED, with metrics."""
     # Every token is the model's, so every one counts in the loss.
-    ids = tokens([completion.response_ids for completion in completions], torch.int64)
+    made = _columns(completions)
+    ids = made["response_ids"]
     reasons = [completion.finish_reason for completion in completions]
     assert ids.lengths is not None
     metrics = _generation_metrics(ids.lengths, reasons, started, engine)
     columns = {
         "response_ids": ids,
-        "rollout_logprobs": tokens([done.logprobs for done in completions], torch.float32),
+        "rollout_logprobs": made["rollout_logprobs"],
         "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
-        "weight_version": tokens([done.weight_version for done in completions], torch.int32),
+        "weight_version": made["weight_version"],
         "finish_reason": reasons,
         "outcome": [finished(reason) for reason in reasons],
     }

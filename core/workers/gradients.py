@@ -36,8 +36,8 @@ BASE = ("prompt_ids", "response_ids", "loss_mask")
 MISMATCH = ("rollout_logprobs", "weight_version")
 """Columns by which trainer and rollout engine are compared, where a batch has them."""
 LAG = "lag"
-"""By how many steps the weights that generated a row are behind those of its step, int8 per row;
-where steps are generated ahead."""
+"""By how many steps the weights that made a token are behind those of its step, int8 per token, or
+per row where they are the same; where steps are generated ahead."""
 WEIGHT = "importance_weight"
 """The metric of old/rollout, per token; its square is another, of which the controller makes the
 effective sample size."""
@@ -321,7 +321,9 @@ def staleness(
 
     tally = Tally()
     for lag in lags:
-        lagging = mask & (rows[LAG] == lag)[:, None]
+        # Of each token, or of all tokens of a row.
+        behind = rows[LAG] if rows[LAG].dim() > 1 else rows[LAG][:, None]
+        lagging = mask & (behind == lag)
         moved = torch.where(lagging, weights - 1 - d, 0.0)
         tally.add(f"lag{lag}_kl", moved.sum(), lagging.sum())
     count = mask.sum()

@@ -52,7 +52,7 @@ class DataWorker(Worker):
             for name, config in sets.items()
         }
 
-    @register(Protocol.RANK_ZERO, same_rows=False)
+    @register(Protocol.RANK_ZERO, same_rows=False, early=True)
     def draw(self, name: str, count: int) -> Batch:
         """Return the next `count` rows of a data set."""
         # Numbers go on over epochs, so that groups of different epochs differ.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import CONFIG, printed
+from helpers.paths import matrix
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.fakes.process import NotRehearsed
@@ -29,6 +30,7 @@ def small(folder: Path) -> Path:
     return path
 
 
+@matrix
 def test_the_backend_of_each_role_runs_and_a_table_compares(tmp_path):
     text = printed(small(tmp_path), cluster="a100-80gb:1x2", dry_run=True)
     assert "dry run: the backends' code" in text and "optimizer made" in text

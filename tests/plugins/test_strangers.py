@@ -103,6 +103,7 @@ def test_they_pass_the_suites_of_their_kinds(installed, tmp_path):
     assert re.search(r"[1-9]\d passed", tested.stdout) and "failed" not in tested.stdout
 
 
+@matrix
 def test_two_ranks_of_theirs_learn_what_one_of_ours_learns(installed, folder):
     """Planned by the stranger's planner, told by its tracker, its versions in the run's record."""
     theirs = run(

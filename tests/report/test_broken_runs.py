@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.paths import matrix
 from helpers.tiny import MODEL, killing, ran_here, write
 
 from hybridflow.core.contracts.environment import Answer, Environment
@@ -205,6 +206,7 @@ def test_a_mask_that_is_wrong(configured, policy, monkeypatch):
     assert reported(configured, policy, *settings) == ["mask"]
 
 
+@matrix
 def test_a_rank_that_is_slower(configured, policy, ray_cluster):
     settings = (
         "runtime=ray",

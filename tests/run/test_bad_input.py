@@ -5,6 +5,7 @@ import time
 import uuid
 
 import pytest
+from helpers.paths import matrix
 from helpers.tiny import hybridflow, marked, metrics, ran_here, write
 
 
@@ -44,6 +45,7 @@ def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@matrix
 def test_a_killed_worker_is_named_and_the_run_goes_on_from_its_checkpoint_as_often_as_it_may(
     tmp_path, monkeypatch
 ):

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from helpers.paths import matrix
 from helpers.tiny import killing, learning, ran_here, write
 
 
+@matrix
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
     own = ["run.steps=8", "rollout.own_process=true", "rollout.restarts=2"]
     whole, hit = tmp_path / "whole", tmp_path / "hit"

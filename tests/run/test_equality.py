@@ -128,14 +128,17 @@ def reference(policy, tmp_path_factory):
     return {name: trained(root / name, policy, algorithm=name) for name in ("grpo", "ppo")}
 
 
-FEWER = "ray with dp 2, engines of tp 2 on the same ranks"
-"""A layout whose parts other tests have (tests/backends/fsdp/test_hybrid_engine.py)."""
+FEWER = (
+    "ray with tp 2, rewards and data in a pool on CPUs",
+    "ray with dp 2, engines of tp 2 on the same ranks",
+)
+"""Layouts whose parts other tests have (tests/backends/fsdp)."""
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(LAYOUTS[name], marks=[matrix] if name == FEWER else [], id=name)
+        pytest.param(LAYOUTS[name], marks=[matrix] if name in FEWER else [], id=name)
         for name in LAYOUTS
     ],
 )

@@ -16,13 +16,18 @@ from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins import Registry
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.settle.checks import cross_checks, deterministic
+from hybridflow.settle.checks import cross_checks, deterministic, staleness
 
 
 @pytest.mark.parametrize(
     ("overrides", "text", "key", "said"),
     [
-        (["run.max_staleness=2"], BASE, "run.max_staleness", "is 2; 0 (synchronous) and 1"),
+        (
+            ["run.max_staleness=5", "algorithm.correction=mask"],
+            BASE,
+            "run.max_staleness",
+            "may be at most 4 steps ahead",
+        ),
         (["pools.main=[2]"], BASE, "pools", "pools.main = [1]"),
         (["pools={main=[1], spare=[1]}"], BASE, "pools.spare", "no role uses it"),
         (["sampling.stop_tokens=[3, 16]"], BASE, "sampling.stop_tokens", "[16]"),
@@ -84,19 +89,25 @@ APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
 CORRECTED = "algorithm.correction=mask"
 
 
-def test_a_step_ahead_needs_engines_of_its_own_and_a_correction():
-    together = problem("run.max_staleness=1", CORRECTED)
-    assert together.startswith(
-        "run.max_staleness: is 1, and the engines of actor share pool 'main'"
-    )
-    assert "actor.generation.pool" in together
+def test_older_weights_need_a_correction_and_engines_of_their_own_are_one_step_ahead():
     plain = problem("run.max_staleness=1", *APART)
+    assert problem("run.max_staleness=1") == plain
     assert 'set algorithm.correction = "truncate", or "mask"' in plain
     ahead = job("run.max_staleness=1", CORRECTED, *APART)
     assert (ahead.reward_pool, ahead.data_pool) == ("engines", "engines")
     now = job(CORRECTED, *APART)
     assert (now.reward_pool, now.data_pool) == ("main", "main")
     assert now.untrained_pools == {"engines"}
+    assert job("run.max_staleness=4", CORRECTED).reward_pool == "main"
+    two = problem("run.max_staleness=2", CORRECTED, *APART)
+    assert "engines in a pool of their own (actor) are at most 1 step ahead; set 1" in two
+
+
+def test_turns_of_an_environment_are_not_carried_over():
+    made = job("run.max_staleness=2", CORRECTED)
+    played = attrs.evolve(made, environment=EnvironmentSection(name="tools"))
+    [(key, said)] = staleness(played)
+    assert key == "run.max_staleness" and "turns of an environment cannot be carried" in said
 
 
 def test_engines_beside_another_trained_model_cannot_run_ahead():

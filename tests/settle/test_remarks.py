@@ -48,6 +48,8 @@ AHEAD = (
 def test_what_keeps_steps_from_overlapping_is_remarked():
     assert "runtime inline makes one call after the other" in of("runtime=inline", *AHEAD)
     assert of("runtime=ray", *AHEAD) == ""
+    # Engines that take turns with the training need no calls at the same time.
+    assert of("runtime=inline", "run.max_staleness=2", "algorithm.correction=truncate") == ""
     adaptive = "runtime=ray", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"
     assert "itself reads the result of ctx.compute, " in of(*adaptive, *AHEAD)
     # DAPO reads scores: beside the engines they are there before the turn, beside the trainer not.

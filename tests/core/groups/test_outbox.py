@@ -25,6 +25,10 @@ class Notes(Worker):
         RAN.append(f"{name}{self.rank}")
         return Batch({"x": batch["x"].values + 1})
 
+    @register(Protocol.THREE_D, early=True)
+    def note(self, batch: Batch, name: str) -> None:
+        RAN.append(f"{name}{self.rank}")
+
     @register(Protocol.THREE_D, same_rows=False)
     def count(self, batch: Batch, name: str) -> int:
         RAN.append(f"{name}{self.rank}")
@@ -64,7 +68,7 @@ def test_calls_to_pools_without_training_go_out_and_others_wait_in_order(made):
         assert ahead["x"].values.tolist() == [2.0, 3.0]
         trained.add(ahead, "c")
         assert sorted(RAN) == ["b0", "b1"]
-    outbox.release()
+    outbox.release(0)
     assert RAN[2:] == ["a0", "c0"] and first.result() == [1]
     trained.count(rows(), "d")  # later calls go out at once again
     assert RAN[-1] == "d0"
@@ -79,7 +83,7 @@ def test_a_call_with_an_input_that_waits_waits_on_all_ranks(made):
         after = free.add(rows(7.0, 8.0), "after")
         assert is_held(late) and is_held(both) and not is_held(after)
         assert after["x"].values.tolist() == [8.0, 9.0] and sorted(RAN) == ["after0", "after1"]
-    outbox.release()
+    outbox.release(0)
     assert both["x"].values.tolist() == [3.0, 6.0]
     assert RAN[2] == "late0" and sorted(RAN[3:]) == ["both0", "both1"]
 
@@ -91,7 +95,7 @@ def test_a_result_that_is_read_brings_about_the_turn(made):
     def turn(call) -> None:
         turns.append(f"{call.role}.{call.method}")
         RAN.append("turn")
-        outbox.release()
+        outbox.release(0)
 
     with outbox.holding(turn):
         first = trained.add(rows(1.0), "first")
@@ -102,6 +106,44 @@ def test_a_result_that_is_read_brings_about_the_turn(made):
     assert RAN == ["turn", "first0", "second0", "third0"] and turns == ["trained.add"]
 
 
+def test_an_early_call_goes_out_at_once_to_any_pool_unless_it_reads_what_waits(made):
+    outbox, _, trained = made
+    with outbox.holding(unread):
+        late = trained.add(rows(1.0), "late")
+        trained.note(rows(1.0), "early")
+        trained.note(late, "waits")
+        assert RAN == ["early0"]
+    outbox.release(0)
+    assert RAN == ["early0", "late0", "waits0"]
+
+
+def test_steps_are_released_in_order_and_an_earlier_one_may_be_read_meanwhile(made):
+    outbox, _, trained = made
+    made_by = {}
+    demanded = []
+
+    def turn(call) -> None:
+        demanded.append(call.step)
+        outbox.release(call.step)
+
+    for step in (1, 2):
+        outbox.step = step
+        with outbox.holding(turn):
+            made_by[step] = trained.add(rows(float(step)), f"step {step}, ")
+            if step == 2:
+                # What step 1 has made is read as step 2 is written, whose own calls go on waiting.
+                assert made_by[1]["x"].values.tolist() == [2.0]
+                trained.add(rows(0.0), "held, ")
+                assert RAN == ["step 1, 0"]
+    outbox.step = 3
+    with outbox.holding(turn):
+        trained.add(rows(0.0), "step 3, ")
+    outbox.release(2)
+    assert demanded == [1] and RAN[1:] == ["step 2, 0", "held, 0"]
+    outbox.release(3)
+    assert RAN[3:] == ["step 3, 0"]
+
+
 def test_a_turn_that_comes_while_a_call_is_encoded_sends_that_call_too(made):
     outbox, _, trained = made
 
@@ -109,7 +151,7 @@ def test_a_turn_that_comes_while_a_call_is_encoded_sends_that_call_too(made):
         yield from ()
         outbox.demand(reply.call)
 
-    with outbox.holding(lambda call: outbox.release()):
+    with outbox.holding(lambda call: outbox.release(0)):
         first = trained.add(rows(1.0), "first")
         [table] = first.views[0].tables
         outbox.post("trained", read(table.reply))  # encoding reads the reply of the first
@@ -123,7 +165,7 @@ def test_calls_of_a_step_without_a_turn_are_never_made(made):
     with outbox.holding(unread):
         lost = trained.add(rows(1.0), "lost")
     outbox.drop()
-    outbox.release()
+    outbox.release(0)
     with pytest.raises(HybridFlowError, match=r"result of trained\.add is read, and step 7"):
         lost["x"]
     assert RAN == []

@@ -44,7 +44,7 @@ def checkpoints(tmp_path):
 
 
 def test_what_is_generated_ahead_is_part_of_the_state(checkpoints):
-    ahead = Ahead({"actor": 4}, ["abc", ""])
+    ahead = Ahead(1, {"actor": [[2, 4], [3, 6]]}, ["abc", ""], {"actor": "def"})
     folder = checkpoints.write(state(3), lambda folder: ahead)
     assert checkpoints.read(3) == state(3, ahead=ahead)
     # A version before does not read it, and reads those without.
@@ -52,6 +52,7 @@ def test_what_is_generated_ahead_is_part_of_the_state(checkpoints):
     plain = read_sealed(checkpoints.write(state(4), saving("weights")) / "state.json")
     assert plain["format"] == FORMAT and "ahead" not in plain
     assert Ahead.file(folder, 1) == f"{folder}/ahead-1.npz"
+    assert Ahead.file(folder, "actor") == f"{folder}/carried-actor.npz"
 
 
 def test_the_newest_are_kept_in_the_order_of_steps(checkpoints):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import attrs
 import pytest
+from helpers.driven import Driven
 
 from hybridflow.core.errors import HybridFlowError, MismatchError, WorkerError
-from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
@@ -44,28 +43,6 @@ COST = {"cost": {"function": "hybridflow.kit.testing.runs:even_tokens"}}
 def tiny(algorithm, staleness=1, **tables) -> TinyRun:
     run = {"max_staleness": staleness, "samples": 1000, **tables.pop("run", {})}
     return TinyRun(algorithm, {**APART, "run": run, **tables})
-
-
-class Driven:
-    """Takes the steps of a TinyRun as the controller does, with a hook at each step's end."""
-
-    def __init__(self, tiny: TinyRun, steps: int, at_end=lambda run: True, pages=Pages):
-        job = attrs.evolve(tiny.job, run=attrs.evolve(tiny.job.run, steps=steps))
-        self.run = Run(job, tiny.session, tiny.ctx, checkpoints_of(job))
-        self.metrics, self.said, self.rows, self.traffic = [], [], [], []
-        self.at_end = at_end
-        self.pages = pages(self.run, tiny.algorithm, self.end, self.said.append)
-        self.pages.publish()
-        self.pages.all()
-
-    def end(self, page) -> bool:
-        metrics = self.pages.finish(page)
-        self.run.step = page.step
-        self.metrics.append(metrics.values())
-        self.rows.append(page.recorded(metrics))
-        self.traffic.append(page.traffic.take())
-        self.pages.publish()
-        return self.at_end(self.run) and self.run.step < self.run.job.run.steps
 
 
 def lags(driven: Driven) -> list[float]:
@@ -377,10 +354,10 @@ def test_an_error_of_the_page_before_cannot_be_caught_by_the_next(monkeypatch):
 class Early(Pages):
     """Publishes the weights of a page that has not ended."""
 
-    def _write_ahead(self, before):
+    def _write_ahead(self):
         for rollout in self.run.session.rollouts.values():
             rollout.sync()
-        return super()._write_ahead(before)
+        super()._write_ahead()
 
 
 class Lost(Pages):
@@ -393,9 +370,9 @@ class Lost(Pages):
 class Wrong(Pages):
     """Trains a page before the one before it has ended."""
 
-    def _write_ahead(self, before):
+    def _write_ahead(self):
         self._outbox.ahead = frozenset(self.run.job.pools)
-        return super()._write_ahead(before)
+        super()._write_ahead()
 
 
 class Stale(Pages):

@@ -10,13 +10,19 @@ from helpers.sources import char
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
+from hybridflow.core.workers.carried import Carried
 from hybridflow.core.workers.generation import (
+    COLLECTED,
     EPISODE_COLUMNS,
     GENERATED,
+    collect_rows,
     generate_episodes,
     generate_rows,
     make_requests,
+    opened_requests,
     row_seed,
+    rows_of,
+    unfinished_of,
 )
 from hybridflow.kit.testing import reference
 
@@ -50,6 +56,35 @@ def test_the_metrics_count_tokens_and_responses_that_were_cut(speaker):
     assert stopped.means["response_length"] == (3.0, 3.0) and stopped.means["clipped"] == (0.0, 3.0)
     assert cut.spreads["response_length"].tolist() == [4.0, 4.0, 4.0]
     assert cut.means["generate_seconds"][0] > 0 and cut.means["generate_seconds"][1] == 1.0
+
+
+def test_rows_that_are_opened_and_collected_are_those_that_are_generated_at_once(speaker):
+    sampling = SamplingParams(max_tokens=6)
+    whole = generate_rows(speaker[0], ROWS, sampling, 3)
+    carried = Carried()
+    carried.open(opened_requests(ROWS, sampling, 3))
+    assert [row.made.id for row in carried.unfinished()] == [7, 8, 9]
+    two = collect_rows(speaker[0], ROWS.take(slice(1, 3)), 4, carried, 5)
+    assert tuple(two.names) == COLLECTED
+    # Row 7, which is complete as well, travels as it was made.
+    again = Carried()
+    again.load(unfinished_of(rows_of(carried.unfinished())), {3: 5})
+    again.open(opened_requests(ROWS.take(slice(0, 1)), sampling, 3))
+    one = collect_rows(speaker[0], ROWS.take(slice(0, 1)), 5, again, 6)
+    for name in ("response_ids", "weight_version"):
+        made = [*one[name], *two[name]]
+        assert [row.tolist() for row in made] == [row.tolist() for row in whole[name]]
+    logprobs = [*one["rollout_logprobs"], *two["rollout_logprobs"]]
+    for found, expected in zip(logprobs, whole["rollout_logprobs"], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    # Its tokens are of the weights after step 3, version 5, and step 4 has made version 6.
+    assert one["lag"].values.tolist() == [1] * 6 and two["lag"].values.tolist() == [0] * 12
+    assert one.metrics.means["staleness"] == (6.0, 6.0)
+    assert two.metrics.means["versions_per_sequence"] == (2.0, 2.0)
+    assert (one.metrics.maxima["staleness_max"], two.metrics.maxima["staleness_max"]) == (1.0, 0.0)
+    assert unfinished_of(rows_of([])) == []
+    empty = collect_rows(speaker[0], ROWS.take(slice(0, 0)), 5, again, 6)
+    assert empty.rows == 0 and empty.metrics.maxima["staleness_max"] == 0.0
 
 
 def test_no_rows_give_empty_columns(speaker):

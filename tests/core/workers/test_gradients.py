@@ -197,6 +197,11 @@ def test_how_far_the_policy_has_moved_is_by_lag_and_as_weights():
     assert found["importance_weight"] == pytest.approx(sum(weights) / 3, rel=1e-5)
     squares = sum(weight**2 for weight in weights) / 3
     assert found["importance_weight_square"] == pytest.approx(squares, rel=1e-5)
+    # The first row's second token is by newer weights than its first.
+    rows["lag"] = torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.int8)
+    by_token = staleness(rows, torch.zeros(2, 3), [0, 1]).metrics()
+    assert by_token["lag1_kl"] == pytest.approx(k3[0], rel=1e-4)
+    assert by_token["lag0_kl"] == pytest.approx((k3[1] + k3[2]) / 2, rel=1e-4)
     # Without old logprobs the loss's own forward pass has them.
     del rows["old_logprobs"]
     own = staleness(rows, rows["rollout_logprobs"], [0, 1]).metrics()

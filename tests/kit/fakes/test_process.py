@@ -3,6 +3,7 @@ from __future__ import annotations
 import attrs
 import pytest
 from helpers import fake_jobs
+from helpers.paths import matrix
 
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.values.model import ModelSpec
@@ -25,6 +26,7 @@ def test_a_role_tells_its_phases_and_this_process_stays_as_it_is():
     assert found["away"]["after"] < 1000
 
 
+@matrix
 def test_a_backend_that_cannot_run_there_says_why():
     asked = Asked(
         backend="fsdp",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+from helpers.paths import matrix
 from helpers.planned import engines, laid_out, planned
 
 from hybridflow.kit.huggingface.shapes import llama_shape
@@ -96,6 +97,7 @@ def test_what_no_sample_shows_keeps_its_default():
     assert found.update_ms == pytest.approx(TRUE.update_ms, rel=0.3)
 
 
+@matrix
 @pytest.mark.usefixtures("quick", "ray_cluster")
 def test_two_devices_are_measured_with_their_link_and_tensor_parallelism(tmp_path):
     found = calibrate.calibrate({"run": {"device": "cpu"}}, 2)

@@ -1,0 +1,167 @@
+"""Responses that outlive a generation phase (run.max_staleness, engines that take turns with the training), beside phases that
+wait for their longest response.
+
+python bench/carried.py      about three minutes
+
+simulated    an engine that makes a token per step for as many sequences as it has places for: the real controller, lengths
+             drawn from a lognormal distribution, sigma 1; the figure is the engine's steps in a phase. Places for one step's
+             sequences (the bars), for all that are open, and for half
+embedded     the embedded engine with a tiny model on this CPU: seconds of a phase, told
+
+One JSON line per figure; exits 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+import attrs
+import numpy as np
+import torch
+from common import emit, register_engine
+
+from hybridflow.algorithms.grpo import GRPO
+from hybridflow.core.contracts.capabilities import EngineCapabilities
+from hybridflow.core.contracts.rollout import EngineSettings
+from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.continuous import ContinuousEngine
+from hybridflow.kit.huggingface.models import policy_config, saved_parameters
+from hybridflow.kit.testing.runs import MODEL, TinyRun
+
+BARS = {1: 1.5, 2: 1.8}
+"""run.max_staleness -> how many times fewer steps a phase has."""
+SAME_LENGTH = 0.02
+MEAN, LONGEST = 60, 400
+PROMPTS, GROUP = 16, 4
+ROWS = PROMPTS * GROUP
+FIRST, STEPS = 4, 24
+"""Phases are counted from step FIRST on, and to where all later steps of a phase are still open."""
+
+
+@attrs.frozen
+class SimulatedConfig(EngineSettings):
+    places: int = ROWS
+
+
+class SimulatedEngine(ContinuousEngine):
+    """A token per step for each sequence that has a place; its weights are stored, and not used."""
+
+    Config = SimulatedConfig
+    capabilities = EngineCapabilities()
+
+    def start(self) -> None:
+        self.max_positions, self.vocab = MODEL["max_position_embeddings"] * 100, MODEL["vocab_size"]
+        shapes, self.ties = saved_parameters(policy_config(self.model))
+        self.weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.made: dict[int, int] = {}
+        self.steps = 0
+
+    def layout(self) -> WeightLayout:
+        params = {name: Param(tuple(held.shape), held.dtype) for name, held in self.weights.items()}
+        boxes = {name: (Box.full(param.shape),) for name, param in params.items()}
+        return WeightLayout(params, {0: boxes}, self.ties)
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        return self.weights[name][box.slices()]
+
+    def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        self.view(name, box).copy_(tensor)
+
+    def enter(self, request) -> None:
+        self.made[request.id] = 0
+
+    def advance(self):
+        self.steps += 1
+        done = []
+        for request in list(self.running.values())[: self.config.places]:
+            self.made[request.id] += 1
+            if len(request.prefix()[0]) + self.made[request.id] == request.sampling.max_tokens:
+                done.append(self.said(request, "length"))
+        return done
+
+    def leave(self, ids):
+        return [self.said(self.running[number], "abort") for number in ids]
+
+    def said(self, request, reason: str):
+        count = self.made.pop(request.id)
+        return self.completion(request, [5] * count, [-1.0] * count, reason)
+
+    def figures(self) -> dict[str, float]:
+        steps, self.steps = self.steps, 0
+        return {"engine_steps": steps}
+
+
+class Tailed(GRPO):
+    """Its responses have lengths of their own, the same ones whatever the engine."""
+
+    def step(self, ctx):
+        drawn = np.random.default_rng(ctx.step).lognormal(
+            np.log(MEAN) - 0.5, 1.0, self.rows_per_step
+        )
+        lengths = torch.from_numpy(np.clip(drawn, 1, LONGEST).astype(np.int64))
+        prompts = ctx.prompts(self.config.prompts_per_step).repeat(self.config.group_size)
+        sampling = attrs.evolve(ctx.sampling, ignore_stop=True)
+        batch = ctx.actor.generate(prompts.with_columns(max_tokens=lengths), sampling=sampling)
+        batch = batch.join(ctx.reward.score(batch))
+        advantages = ctx.compute(self.advantages, batch)
+        ctx.actor.update((batch.join(advantages), self.losses()["actor"]))
+
+
+def metrics_of(staleness: int, steps: int, **tables: Any) -> list[dict[str, float]]:
+    algorithm = {
+        "name": "carried:Tailed",
+        "prompts_per_step": PROMPTS,
+        "group_size": GROUP,
+        "correction": "truncate",
+    }
+    model = {"config": {**MODEL, "max_position_embeddings": 512}}
+    run = {"max_staleness": staleness, "samples": 0, "mismatch_stop": float("inf")}
+    shared = {"run": run, "actor": {"model": model, "micro_batch_tokens": 20_000}}
+    with TinyRun(algorithm, {**shared, "sampling": {"max_tokens": LONGEST}, **tables}) as run:
+        return run.steps(steps)
+
+
+def simulated() -> bool:
+    met = True
+    for places, named in ((ROWS, "one step's"), (10**6, "all open"), (ROWS // 2, "half a step's")):
+        taken: dict[int, float] = {}
+        lengths: dict[int, float] = {}
+        for staleness in (0, 1, 2, 4):
+            rollout = {"name": "simulated", "places": places}
+            found = metrics_of(staleness, STEPS, rollout=rollout)[FIRST : STEPS - 4]
+            taken[staleness] = float(np.mean([one["actor/engine_steps"] for one in found]))
+            lengths[staleness] = float(np.mean([one["actor/response_length"] for one in found]))
+            assert all(one.get("actor/staleness_max", 0) <= staleness for one in found)
+            name = f"steps of a phase, places for {named} sequences, max_staleness {staleness}"
+            ratio = taken[0] / taken[staleness]
+            bar = BARS.get(staleness) if places == ROWS else None
+            met &= emit(name, taken[staleness], "", ratio=ratio, against="max_staleness 0", bar=bar)
+            apart = abs(lengths[staleness] / lengths[0] - 1)
+            met &= emit("mean trained length, apart by", apart, "", bar=SAME_LENGTH, at_most=True)
+    return met
+
+
+def embedded() -> None:
+    taken: dict[int, float] = {}
+    for staleness in (0, 1, 2):
+        found = metrics_of(staleness, 14)[FIRST:12]
+        taken[staleness] = float(np.mean([one["actor/generate_seconds"] for one in found]))
+        emit(
+            f"a phase of the embedded engine, max_staleness {staleness}",
+            taken[staleness],
+            "s",
+            ratio=taken[0] / taken[staleness],
+            against="max_staleness 0",
+        )
+
+
+if __name__ == "__main__":
+    register_engine("simulated", "carried:SimulatedEngine")
+    met = simulated()
+    embedded()
+    sys.exit(not met)
