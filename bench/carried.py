@@ -1,19 +1,24 @@
 """Responses that outlive a generation phase (run.max_staleness, engines that take turns with the training), beside phases that
 wait for their longest response.
 
-python bench/carried.py      about three minutes
+python bench/carried.py                    all parts; about five minutes
+python bench/carried.py --schedules 300    so many random schedules, in place of 40
 
 simulated    an engine that makes a token per step for as many sequences as it has places for: the real controller, lengths
              drawn from a lognormal distribution, sigma 1; the figure is the engine's steps in a phase. Places for one step's
              sequences (the bars), for all that are open, and for half
 embedded     the embedded engine with a tiny model on this CPU: seconds of a phase, told
+schedules    drawn algorithms, settings, bounds and places: no token lags by more than the bound, and two runs are equal; with
+             weights that do not move the tokens are those of a run without a bound; some token lags by each bound from 1 to 4
 
 One JSON line per figure; exits 1 where a bar is missed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from hybridflow.algorithms.grpo import GRPO
 from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.rollout import EngineSettings
 from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.core.workers import model_worker
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.huggingface.models import policy_config, saved_parameters
 from hybridflow.kit.testing.runs import MODEL, TinyRun
@@ -160,8 +166,84 @@ def embedded() -> None:
         )
 
 
-if __name__ == "__main__":
+def drawn(number: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """A bound, an algorithm's table and others."""
+    draws = random.Random(number)
+    name = draws.choice(["grpo", "dapo", "rloo", "remax", "ppo"])
+    single = name in ("remax", "ppo")
+    algorithm: dict[str, Any] = {
+        "name": name,
+        "prompts_per_step": draws.choice([4, 8]),
+        "group_size": 1 if single else draws.choice([2, 4]),
+        "mini_batch_size": draws.choice([0, 4, 8]),
+        "correction": draws.choice(["truncate", "mask"]),
+        "kl_coef": 0.0,
+    }
+    if draws.random() < 0.3:
+        algorithm |= {"kl_coef": 0.05}
+        if draws.random() < 0.5:
+            algorithm |= {"kl_target": 0.05, "kl_horizon": 500.0}
+    tables = {
+        "sampling": {"max_tokens": draws.choice([8, 24])},
+        "rollout": {"max_sequences": draws.choice([0, 6])},
+    }
+    return draws.randint(1, 4), algorithm, tables
+
+
+def schedules(count: int) -> bool:
+    made: dict[int, list[int]] = {}
+
+    def noted(generates):
+        def generate(engine, batch, *args, **options):
+            generated = generates(engine, batch, *args, **options)
+            samples = batch["sample_id"].values.tolist()
+            responses = [row.tolist() for row in generated["response_ids"]]
+            made.update(zip(samples, responses, strict=True))
+            return generated
+
+        return generate
+
+    model_worker.collect_rows = noted(model_worker.collect_rows)
+    model_worker.generate_rows = noted(model_worker.generate_rows)
+
+    def taken(staleness: int, algorithm: dict[str, Any], tables: dict[str, Any], lr: float):
+        """(metrics, checksums, tokens by sample) of six steps."""
+        made.clear()
+        run = {"max_staleness": staleness, "samples": 0}
+        with TinyRun(algorithm, {"run": run, "actor": {"optimizer": {"lr": lr}}, **tables}) as run:
+            return run.steps(6), run.checksums(), dict(made)
+
+    bound = equal = same = 0
+    reached = set()
+    for number in range(count):
+        staleness, algorithm, tables = drawn(number)
+        (metrics, sums, tokens), again = (
+            taken(staleness, algorithm, tables, 1e-3) for _ in range(2)
+        )
+        lags = [values["actor/staleness_max"] for values in metrics]
+        bound += max(lags) <= staleness
+        equal += (sums, tokens) == again[1:]
+        reached |= {staleness} if max(lags) == staleness else set()
+        still = [taken(most, algorithm, tables, 1e-30)[2] for most in (0, staleness)]
+        same += still[0] == still[1]
+        if not max(lags) <= staleness or (sums, tokens) != again[1:] or still[0] != still[1]:
+            print(f"schedule {number}: {staleness} {algorithm} {tables}", file=sys.stderr)
+    met = emit("schedules within their bound", bound, f"of {count}", bar=count)
+    met &= emit("schedules with equal runs", equal, f"of {count}", bar=count)
+    met &= emit("schedules with the tokens of max_staleness 0", same, f"of {count}", bar=count)
+    return met & emit("bounds that some token reached", len(reached), "of 4", bar=4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=40)
+    asked = parser.parse_args()
     register_engine("simulated", "carried:SimulatedEngine")
     met = simulated()
     embedded()
-    sys.exit(not met)
+    met &= schedules(asked.schedules)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

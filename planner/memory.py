@@ -269,9 +269,10 @@ class Memory:
         """
         if not self.simulator.workload.of(model.name, "generate"):
             return model.limits.max_sequences
-        asked = [task.sequences for task in self.simulator.workload.of(model.name, "generate")]
+        workload = self.simulator.workload
+        asked = max(task.sequences for task in workload.of(model.name, "generate"))
         replicas = engines.train.world // (engines.pp * engines.tp)
-        return min(-(-max(asked, default=0) // replicas), model.limits.max_sequences)
+        return min(-(-asked * workload.open_steps // replicas), model.limits.max_sequences)
 
     def generating(self, model: PlannedModel, engines: GenerationLayout) -> float:
         """Return the bytes of an engine's working memory beside its weights and its cache.

@@ -9,7 +9,7 @@
     received      the SIGTERMs that reach this program's own handler.
     short         a folder for temporary files, of a short name.
     folder        (session) `folder(name, kind)`: the Hugging Face folder of a tiny model (training_reference.py).
-    ranks         (module)  `ranks(function, world, *args)`: function(rank, world, *args) on each rank of a gloo group.
+    ranks         (session) `ranks(function, world, *args)`: function(rank, world, *args) on each rank of a gloo group.
 
 Tests that start `hybridflow` as a command get a Ray of their own, as users do.
 """
@@ -64,9 +64,8 @@ def no_group_is_left():
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks():
-    """Its processes end with the module: each gloo group has a thread that wakes up a hundred times a second."""
     from helpers.ranks import Ranks
 
     ranks = Ranks()

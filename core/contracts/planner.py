@@ -43,6 +43,10 @@ class PlannableJob(Typing):
     @property
     def algorithm(self) -> Algorithm: ...
     @property
+    def run(self) -> Any:
+        """The section [run] (core.job.sections.RunSection)."""
+
+    @property
     def sampling(self) -> SamplingParams: ...
     @property
     def data(self) -> DataConfig: ...

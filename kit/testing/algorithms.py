@@ -268,11 +268,18 @@ class AlgorithmConformance(LossConformance):
             "pools": {"main": [1], "engines": [1]},
             **{name: {"generation": {"pool": "engines"}} for name in names},
         }
-        tables = overlay(self.tables(), apart)
+        self._repeats(algorithm, apart, "a step ahead")
+        # Turns of an environment are not carried over.
+        if "environment" not in self.tables():
+            carried = {"run": {"max_staleness": 2}}
+            self._repeats(algorithm, carried, "with responses that go on in the next two steps")
+
+    def _repeats(self, algorithm: Algorithm, tables: Mapping[str, Any], how: str) -> None:
+        """Require that two runs with these tables take four steps, and the same ones."""
         found = []
         problem = ""
         for _ in range(2):
-            with TinyRun(algorithm, tables) as run:
+            with TinyRun(algorithm, overlay(self.tables(), tables)) as run:
                 try:
                     metrics = run.steps(4)
                 except HybridFlowError as error:
@@ -282,12 +289,12 @@ class AlgorithmConformance(LossConformance):
         require(
             not problem,
             got=problem,
-            expected="four steps a step ahead",
+            expected=f"four steps {how}",
             likely="responses of an earlier step are trained on",
         )
         require(
             found[0] == found[1],
-            got="two runs, a step ahead, with other weights or losses",
+            got=f"two runs {how}, with other weights or losses",
             expected="equal ones, bit for bit",
             likely="step() keeps something outside of its instance, or draws random numbers of its "
             "own",

@@ -28,18 +28,7 @@ EACH = [pytest.param(name, marks=matrix if name == "sglang" else ()) for name in
 """A start of SGLang's takes 40 seconds; test_experts.py has a cell of its own."""
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", EACH)
-def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine):
-    check_cells(THREE, engine, 1)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", EACH)
-def test_two_ranks_do_so_too(engine):
-    check_cells(("qwen2",), engine, 2)
-
-
+# The first, since what vLLM finds out of an architecture here it need not find out again.
 @pytest.mark.timeout(300)
 def test_vllms_loader_takes_all_of_every_architecture_on_two_ranks(tmp_path):
     pytest.importorskip("vllm")
@@ -57,6 +46,18 @@ def test_vllms_loader_takes_all_of_every_architecture_on_two_ranks(tmp_path):
         assert "error" not in said, (name, said["error"])
         assert said["opaque"] == {}, name
         assert said["shapes"] == on_disk(name, tmp_path), name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", EACH)
+def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine):
+    check_cells(THREE, engine, 1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", EACH)
+def test_two_ranks_do_so_too(engine):
+    check_cells(("qwen2",), engine, 2)
 
 
 def on_disk(name: str, folder: Path) -> dict[str, list[int]]:

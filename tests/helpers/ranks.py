@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -22,7 +25,9 @@ PRELOADED = [
     "hybridflow.backends.fsdp.backend", "torch.distributed.tensor",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama", "torch._dynamo",
 ]  # fmt: skip
-LIMIT_S = 240.0
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends, here the one that ranks are forked from."""
+LIMIT_S = 280.0
 """How long a function may take."""
 
 
@@ -56,15 +61,17 @@ class Ranks:
             self._pools.pop(world).end()
 
     def end(self) -> None:
-        """End the processes.
+        """End the processes; safe to call twice.
 
         The group of one rank stays: others of the module may hold it (`no_group_is_left` of conftest.py ends it).
         """
-        for pool in self._pools.values():
-            pool.end()
+        while self._pools:
+            self._pools.popitem()[1].end()
 
 
 class Pool:
+    """Processes that are stopped between calls: each gloo group has a thread that wakes up a hundred times a second."""
+
     def __init__(self, world: int):
         self._store = tempfile.TemporaryDirectory()
         forks = mp.get_context("forkserver")
@@ -83,8 +90,21 @@ class Pool:
         ]
         for process in self._processes:
             process.start()
+        atexit.register(self.end)  # before multiprocessing waits for processes that are stopped
 
     def __call__(self, function: Callable, *args: Any) -> list[Any]:
+        self._signal(signal.SIGCONT)
+        try:
+            return self._answers(function, args)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def _answers(self, function: Callable, args: tuple) -> list[Any]:
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))  # by value, not through shared memory
         answers: dict[int, tuple[bool, Any]] = {}
@@ -104,6 +124,7 @@ class Pool:
         return [answers[rank][1] for rank in range(len(self._pipes))]
 
     def end(self) -> None:
+        atexit.unregister(self.end)
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -114,6 +135,8 @@ class Pool:
 def _serve(rank: int, world: int, pipe: Any, store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    # A stopped process does not see that its pipe is closed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     while True:
         function, args = pickle.loads(pipe.recv_bytes())

@@ -14,6 +14,10 @@ from hybridflow.backends.vllm import planned
 
 def main() -> None:
     os.environ.update(planned.VARIABLES)
+    from vllm.model_executor.models import registry
+
+    # It would look at each class in a process of its own, to keep CUDA out of this one, and keep what it has found.
+    registry._run_in_subprocess = lambda look: look()
     arguments = {"max_model_len": ENGINES["vllm"]["max_length"]}
     for name, animal in ZOO.items():
         try:

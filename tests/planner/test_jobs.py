@@ -44,6 +44,15 @@ def test_a_job_is_the_work_of_its_step_and_the_models_that_do_it(config):
     assert found.runs_on["critic"] == RunsOn("fsdp", None, 16)
 
 
+def test_engines_that_take_turns_with_the_training_have_later_steps_open(config):
+    ahead = ["run.max_staleness=1", "algorithm.correction=mask"]
+    [job] = load_config(config, ahead)
+    assert plannable(job).workload.open_steps == 2
+    apart = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
+    [job] = load_config(config, ahead + apart)
+    assert plannable(job).workload.open_steps == 1
+
+
 def test_what_is_not_accounted_for_is_remarked(config):
     start = CONFIG.index("[reward]")
     config.write_text(CONFIG[:start] + "[reward]\nfunction = 'exact_match'\n")

@@ -164,3 +164,18 @@ def test_an_engine_that_shares_weights_takes_what_a_rank_has_not():
     assert taken(changed(model, shares_weights=False), 2, 2) == whole / 2
     assert taken(changed(model, rollout_bytes=4), 2, 2) == whole  # of another dtype
     assert taken(changed(model, offload=True), 2, 2) == whole / 2  # it is away
+
+
+@pytest.mark.parametrize(
+    ("open_steps", "most", "decoded"), [(1, 256, 12), (3, 256, 36), (3, 20, 20)]
+)
+def test_an_engine_decodes_the_open_sequences_of_its_replica_as_far_as_it_may(
+    open_steps, most, decoded
+):
+    """24 sequences on two replicas."""
+    model = changed(
+        planned("actor", llama_shape(4, 2, 2, 2, 2, 8, 10), trained=True), max_sequences=most
+    )
+    work = Workload((Task("actor", "generate", 24),), 3, 2, open_steps=open_steps)
+    sim = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], work)
+    assert Memory(sim).decoded(model, engines(2)) == decoded

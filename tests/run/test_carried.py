@@ -231,6 +231,40 @@ def test_engines_with_other_weights_in_a_later_phase_end_the_run(monkeypatch):
         assert run.worker("actor").backend.version == before
 
 
+def test_keys_and_values_of_older_weights_end_the_run(monkeypatch):
+    def stale(engine) -> None:
+        """Let whatever enters later phases have the keys and values that the first weights give."""
+        views = [
+            engine.view(name, Box.full(param.shape))
+            for name, param in engine.layout().params.items()
+        ]
+        views = [view for view in views if view is not None]  # others have another memory order
+        admit, first = engine.decoder.admit, []
+
+        def admits(*args: Any):
+            first[:] = first or [view.clone() for view in views]
+            present = [view.clone() for view in views]
+            for view, old in zip(views, first, strict=True):
+                view.copy_(old)
+            try:
+                return admit(*args)
+            finally:
+                for view, new in zip(views, present, strict=True):
+                    view.copy_(new)
+
+        monkeypatch.setattr(engine.decoder, "admit", admits)
+
+    moving = {"actor": {"optimizer": {"lr": 0.01}}}
+    with tiny(2, **moving) as run:
+        stale(run.worker("actor").engine)
+        with pytest.raises(
+            WorkerError,
+            match="logprobs of the rollout engine and of the trainer, of the same tokens",
+        ):
+            Driven(run, steps=5)
+    assert len(drive(2, 5, moving)[0].metrics) == 5
+
+
 class Late(Pages):
     """Writes a page more than it may."""
 
