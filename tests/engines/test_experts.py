@@ -41,7 +41,7 @@ def test_the_engine_speaks_with_the_weights_that_were_trained(tmp_path, backend,
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=matrix)])
 def test_an_engine_has_the_weights_of_other_experts(engine):
     """Fused on disk; one by one as w1, w2, w3; with MLA, which SGLang's attention on a CPU lacks."""
     one_by_one = ("mixtral",) if engine == "vllm" or EVERY else ()

@@ -53,11 +53,9 @@ def test_roles_of_three_backends_train_together_and_resume_bit_for_bit(tmp_path)
         assert same_weights(cut / "runs/tiny/export" / role, whole / "runs/tiny/export" / role)
 
 
+@matrix
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "backend",
-    ["megatron", pytest.param("deepspeed", marks=matrix), pytest.param("fsdp", marks=matrix)],
-)
+@pytest.mark.parametrize("backend", ["megatron", "deepspeed", "fsdp"])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, backend):
     write(tmp_path)
     mark = uuid.uuid4().hex

@@ -25,7 +25,7 @@ UNTRACED = {
 
 
 EACH = [pytest.param(name, marks=matrix if name == "sglang" else ()) for name in ENGINES]
-"""A start of SGLang's takes 40 seconds; test_experts.py has a cell of its own."""
+"""A start of SGLang's takes 40 seconds."""
 
 
 # The first, since what vLLM finds out of an architecture here it need not find out again.
@@ -49,7 +49,9 @@ def test_vllms_loader_takes_all_of_every_architecture_on_two_ranks(tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", EACH)
+@pytest.mark.parametrize(
+    "engine", ["transformers", *(pytest.param(name, marks=matrix) for name in ("vllm", "sglang"))]
+)
 def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine):
     check_cells(THREE, engine, 1)
 

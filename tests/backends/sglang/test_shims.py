@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from helpers.installed import UNDECLARED, needs, stand_in
+from helpers.paths import matrix
 
 from hybridflow.backends.sglang import shims
 from hybridflow.backends.sglang.sampler import OURS
@@ -46,6 +47,7 @@ def test_the_folders_are_there():
     )
 
 
+@matrix
 @needs("sglang", "torchvision")
 @pytest.mark.parametrize(
     ("shim", "code"),
