@@ -100,7 +100,7 @@ class Workload:
     row_bytes: float = attrs.field(default=64.0, validator=positive)
     """Bytes of a token's columns when they go from one pool to another."""
     open_steps: int = attrs.field(default=1, validator=at_least(1))
-    """How many steps' sequences an engine may have at once (run.max_staleness carries some over)."""
+    """How many steps' sequences an engine may have at once; with run.max_staleness several."""
 
     @property
     def tokens(self) -> int:
