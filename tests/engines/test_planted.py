@@ -71,7 +71,7 @@ def test_a_parameter_that_the_second_sync_lost_ends_the_run(tmp_path, monkeypatc
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=matrix), "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=matrix)])
 def test_keys_and_values_of_old_weights_end_the_run(tmp_path, monkeypatch, engine):
     pytest.importorskip(engine)
     steps, said = planted(tmp_path, monkeypatch, engine, STALE)
