@@ -1,7 +1,7 @@
 """Responses that outlive a generation phase (run.max_staleness, engines that take turns with the training), beside phases that
 wait for their longest response.
 
-python bench/carried.py                    all parts; about five minutes
+python bench/carried.py                    all parts; about six minutes
 python bench/carried.py --schedules 300    so many random schedules, in place of 40
 
 simulated    an engine that makes a token per step for as many sequences as it has places for: the real controller, lengths
@@ -173,7 +173,7 @@ def drawn(number: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
     single = name in ("remax", "ppo")
     algorithm: dict[str, Any] = {
         "name": name,
-        "prompts_per_step": draws.choice([4, 8]),
+        "prompts_per_step": 8 if single else draws.choice([4, 8]),
         "group_size": 1 if single else draws.choice([2, 4]),
         "mini_batch_size": draws.choice([0, 4, 8]),
         "correction": draws.choice(["truncate", "mask"]),
