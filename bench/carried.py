@@ -25,12 +25,14 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
+import ahead
 import attrs
 import numpy as np
 import torch
+from ahead import LONGEST
 from common import emit, register_engine
 
-from hybridflow.algorithms.grpo import GRPO
+from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.rollout import EngineSettings
 from hybridflow.core.values.weights import Box, Param, WeightLayout
@@ -42,7 +44,6 @@ from hybridflow.kit.testing.runs import MODEL, TinyRun
 BARS = {1: 1.5, 2: 1.8}
 """run.max_staleness -> how many times fewer steps a phase has."""
 SAME_LENGTH = 0.02
-MEAN, LONGEST = 60, 400
 PROMPTS, GROUP = 16, 4
 ROWS = PROMPTS * GROUP
 FIRST, STEPS = 4, 24
@@ -102,20 +103,10 @@ class SimulatedEngine(ContinuousEngine):
         return {"engine_steps": steps}
 
 
-class Tailed(GRPO):
-    """Its responses have lengths of their own, the same ones whatever the engine."""
+class Tailed(ahead.Tailed):
+    """Responses with lengths of their own, the same ones whatever the engine; no part of the training sleeps."""
 
-    def step(self, ctx):
-        drawn = np.random.default_rng(ctx.step).lognormal(
-            np.log(MEAN) - 0.5, 1.0, self.rows_per_step
-        )
-        lengths = torch.from_numpy(np.clip(drawn, 1, LONGEST).astype(np.int64))
-        prompts = ctx.prompts(self.config.prompts_per_step).repeat(self.config.group_size)
-        sampling = attrs.evolve(ctx.sampling, ignore_stop=True)
-        batch = ctx.actor.generate(prompts.with_columns(max_tokens=lengths), sampling=sampling)
-        batch = batch.join(ctx.reward.score(batch))
-        advantages = ctx.compute(self.advantages, batch)
-        ctx.actor.update((batch.join(advantages), self.losses()["actor"]))
+    loss = PolicyLoss
 
 
 def metrics_of(staleness: int, steps: int, **tables: Any) -> list[dict[str, float]]:

@@ -23,7 +23,7 @@ Check = Callable[[Job], Iterator[tuple[str, str]]]
 CHECKS: list[tuple[frozenset[str], Check]] = []
 """The checks in order, each with the sections that it reads."""
 MOST_STALE = 4
-"""Largest run.max_staleness: with older weights runs have not been seen to learn."""
+"""Largest run.max_staleness that is taken."""
 
 
 def _reads(*sections: str) -> Callable[[Check], Check]:

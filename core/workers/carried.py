@@ -27,6 +27,8 @@ from hybridflow.core.contracts.rollout import (
 )
 from hybridflow.core.errors import HybridFlowError
 
+KEPT_STEPS = 16
+"""The number of steps whose versions are kept, more than any bound (run.max_staleness) needs."""
 ABORTED = "abort"
 """The finish_reason of a response that is not complete."""
 
@@ -127,6 +129,8 @@ class Carried:
     def begin(self, step: int, version: int) -> None:
         """Note that rows of a step are collected by the weights after the one before."""
         self.published.setdefault(step - 1, version)
+        for old in [at for at in self.published if at < step - KEPT_STEPS]:
+            del self.published[old]
 
     def lags(self, versions: np.ndarray, step: int) -> np.ndarray:
         """Return by how many steps tokens of these versions lag in `step`, int8 [T].

@@ -73,14 +73,14 @@ def collect_rows(
     completions = carried.collect(engine, rows)
     generated = _generated(completions, engine, started)
 
-    lags = [carried.lags(done.weight_version, step) for done in completions]
+    made_by = generated["weight_version"]
+    lags = carried.lags(np.asarray(made_by.values), step)
     versions = [len(np.unique(done.weight_version)) for done in completions]
-    every = np.concatenate([np.zeros(0, np.int8), *lags])
     metrics = generated.metrics
-    metrics.means["staleness"] = (float(every.sum(dtype=np.int64)), float(len(every)))
+    metrics.means["staleness"] = (float(lags.sum(dtype=np.int64)), float(len(lags)))
     metrics.means["versions_per_sequence"] = (float(sum(versions)), float(len(versions)))
-    metrics.maxima["staleness_max"] = float(every.max(initial=0))
-    return generated.with_columns(**{LAG: tokens(lags, torch.int8)})
+    metrics.maxima["staleness_max"] = float(lags.max(initial=0))
+    return generated.with_columns(**{LAG: Column(torch.from_numpy(lags), made_by.lengths)})
 
 
 def opened_requests(

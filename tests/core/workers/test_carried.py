@@ -145,6 +145,10 @@ def test_a_token_lags_by_the_steps_since_its_weights_were_the_newest():
     assert carried.lags(versions, 4).tolist() == [3, 3, 1, 1, 0, 0]
     assert carried.lags(np.array([0, 2, 4]), 3).tolist() == [2, 0, 0]
     assert carried.lags(np.array([], np.int64), 4).tolist() == []
+    # Versions of steps that no bound reaches are forgotten.
+    for step in range(5, 40):
+        carried.begin(step, 2 * step)
+    assert sorted(carried.published) == list(range(39 - 16, 39))
     late = Carried()
     late.begin(8, 5)
     assert late.lags(np.array([4, 5]), 8).tolist() == [1, 0]
