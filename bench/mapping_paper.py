@@ -157,7 +157,7 @@ def generation_layouts() -> int:
     header("actor", "t_g 1", "t_g 2", "t_g 4", "t_g 8", "best", "the paper's")
     for name, want in (("7b", 2), ("13b", 4)):
         actor = models(name, name)[0]
-        planner = PoolPlanner(cluster(16).nodes[0], WORK, (actor,))
+        planner = PoolPlanner(cluster(16).nodes[0], WORK)
         option = planner.option(actor, ParallelLayout(1, 8, 2))
         cuts = {tp: GenerationLayout(ParallelLayout(dp=16), 1, tp) for tp in (1, 2, 4, 8)}
         found = {
@@ -187,7 +187,7 @@ def transitions() -> None:
         ("70b", 8, 1, 8, 8),
     ):
         actor = attrs.evolve(models(name, name)[0], settings=Paper(max_pp=80))
-        planner = PoolPlanner(cluster(128).nodes[0], WORK, (actor,))
+        planner = PoolPlanner(cluster(128).nodes[0], WORK)
         size = actor.size.params * actor.limits.weight_bytes
         trained, engines = (
             ParallelLayout(p, t, 128 // (p * t)),

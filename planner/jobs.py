@@ -20,15 +20,10 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import PlacedModel
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
-from hybridflow.planner.cluster import Cluster, RunsOn, read_cluster
+from hybridflow.planner.cluster import Cluster, Nodes, RunsOn, read_cluster
 from hybridflow.planner.needs import Member, pool_memory
 from hybridflow.planner.pools import FilledPool, LayoutChoice, PoolPlanner, after
-from hybridflow.planner.search import (
-    Mapping,
-    PlannedPool,
-    plan_mapping,
-    slowest,
-)
+from hybridflow.planner.search import Fronts, Mapping, PlannedPool, plan_mapping, slowest
 from hybridflow.planner.trace import trace_step
 from hybridflow.planner.workload import PlannedModel, Task, Workload
 
@@ -47,6 +42,11 @@ class Plannable:
     """Kind of the devices: "cpu" or "cuda"."""
     runs_on: dict[str, RunsOn] = attrs.field(factory=dict)
     """The backend, the engine and the precision of each model."""
+    _known: dict[int, tuple[PlacedModel, PlannedModel, tuple[str, ...]]] = attrs.field(
+        factory=dict, repr=False, eq=False, alias="known"
+    )
+    """For the identity of each placed model that it was asked for: the model as it is planned, the
+    same object each time, and sentences on it."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -56,9 +56,35 @@ class Plannable:
     def of(self, models: Table[str, PlacedModel]) -> Plannable:
         """Return the same step with models of other settings. Raises NotPlanned."""
         remarks: list[str] = []
-        planned = _planned_models(models, remarks, self.device)
+        planned = self._planned(models, remarks)
         runs_on = {model.name: _runs_on(models[model.name], model) for model in planned}
         return attrs.evolve(self, models=planned, of_models=tuple(remarks), runs_on=runs_on)
+
+    def _planned(
+        self, placed_models: Table[str, PlacedModel], remarks: list[str]
+    ) -> tuple[PlannedModel, ...]:
+        """Return the models, and append to `remarks` what the plan does not account for.
+
+        Raises NotPlanned with the problems of all models.
+        """
+        # Collect the problems of all models, so that one run shows them all.
+        models = []
+        problems = []
+        for name, placed in placed_models.items():
+            try:
+                if id(placed) not in self._known:
+                    said: list[str] = []
+                    model = planned_model(name, placed, said, self.device)
+                    self._known[id(placed)] = placed, model, tuple(said)
+                _, model, sentences = self._known[id(placed)]
+                models.append(model)
+                remarks += sentences
+            except HybridFlowError as error:
+                reasons = error.problems if isinstance(error, ConfigError) else [str(error)]
+                problems.append(f"{name}.model: {'; '.join(reasons)}")
+        if problems:
+            raise NotPlanned("\n".join(problems))
+        return tuple(models)
 
 
 @attrs.frozen
@@ -70,12 +96,20 @@ class JobPlan:
     work: Plannable
     pools: tuple[str, ...] = ()
     """For each kind of nodes, the name of the pool on it, where that is decided; else empty."""
+    _fronts: dict[tuple[Nodes, Workload], Fronts] = attrs.field(
+        factory=dict, repr=False, eq=False, alias="fronts"
+    )
+    """What searches have found, also for the job with other settings."""
 
     def best(self, alternatives: int = 0, cluster: Cluster | None = None) -> Mapping:
         """Return the fastest mapping here, or on another cluster. Raises NothingFitsError."""
-        return plan_mapping(
-            cluster or self.cluster, self.work.workload, self.work.models, alternatives
-        )
+        cluster = cluster or self.cluster
+        workload = self.work.workload
+        fronts = [
+            self._fronts.setdefault((nodes, workload), Fronts(nodes, workload))
+            for nodes in cluster.nodes
+        ]
+        return plan_mapping(cluster, workload, self.work.models, alternatives, fronts)
 
     def written(self) -> Mapping:
         """Return the mapping that the job's own settings describe. Raises Misfit and NotPlanned."""
@@ -132,27 +166,6 @@ def plannable(job: PlannableJob) -> Plannable:
     )
     unseen = tuple(_unseen_work(tasks, names, job.data.max_prompt_tokens))
     return Plannable(work, (), of_step=unseen, device=job.device).of(job.models)
-
-
-def _planned_models(
-    placed_models: Table[str, PlacedModel], remarks: list[str], device: str
-) -> tuple[PlannedModel, ...]:
-    """Return a job's models, and append to `remarks` what the plan does not account for.
-
-    Raises NotPlanned with the problems of all models.
-    """
-    # Collect the problems of all models, so that one run shows them all.
-    models = []
-    problems = []
-    for name, placed in placed_models.items():
-        try:
-            models.append(planned_model(name, placed, remarks, device))
-        except HybridFlowError as error:
-            reasons = error.problems if isinstance(error, ConfigError) else [str(error)]
-            problems.append(f"{name}.model: {'; '.join(reasons)}")
-    if problems:
-        raise NotPlanned("\n".join(problems))
-    return tuple(models)
 
 
 def _unseen_work(tasks: Sequence[Task], names: set[str], prompt_limit: int) -> list[str]:
@@ -278,7 +291,7 @@ def as_written(
         raise Misfit(f"it asks for {asked} devices, and there are {cluster.devices}")
 
     # Every way to put the pools on kinds of nodes; the reason of the last that fails is reported.
-    planners = [PoolPlanner(nodes, work.workload, work.models) for nodes in cluster.nodes]
+    planners = [PoolPlanner(nodes, work.workload) for nodes in cluster.nodes]
     best: Mapping | None = None
     misfit = Misfit("its pools do not fit the nodes of any kind")
     every: Iterable[tuple[int, ...]] = itertools.product(range(len(planners)), repeat=len(pools))

@@ -88,7 +88,7 @@ def limits(plan: JobPlan, mapping: Mapping) -> dict[str, list[tuple[str, float]]
 
 def _times(plan: JobPlan, pool: PlannedPool, nodes: Nodes) -> tuple[float, float, float]:
     """Return the seconds of a pool's step stages on other nodes, with its layouts and caches."""
-    planner = PoolPlanner(nodes, plan.work.workload, plan.work.models)
+    planner = PoolPlanner(nodes, plan.work.workload)
     generate = 0.0
     options = []
     for choice in pool.entry.choices:

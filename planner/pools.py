@@ -214,7 +214,6 @@ class PoolPlanner:
 
     nodes: Nodes
     workload: Workload
-    models: tuple[PlannedModel, ...]
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -227,11 +226,11 @@ class PoolPlanner:
         return Memory(self.simulator)
 
     @cached_property
-    def _options(self) -> dict[tuple[str, int], list[Option]]:
+    def _options(self) -> dict[tuple[PlannedModel, int], list[Option]]:
         return {}
 
     @cached_property
-    def _cuts(self) -> dict[tuple[str, int], list[Cut]]:
+    def _cuts(self) -> dict[tuple[PlannedModel, int], list[Cut]]:
         return {}
 
     def generates(self, model: PlannedModel) -> bool:
@@ -252,7 +251,7 @@ class PoolPlanner:
 
         A model that generates keeps all, as its transition's time depends on the layout.
         """
-        key = (model.name, devices)
+        key = (model, devices)
         if key in self._options:
             return self._options[key]
 
@@ -272,7 +271,7 @@ class PoolPlanner:
         """Return every way to cut `devices` into engines, with its cost for each option of the
         model.
         """
-        key = (model.name, devices)
+        key = (model, devices)
         if key not in self._cuts:
             options = self.options(model, devices)
             self._cuts[key] = [

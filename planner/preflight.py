@@ -67,7 +67,7 @@ def _members(job: PlannableJob, pool: str) -> dict[str, PlacedModel]:
 
 def _pool(work: Plannable, nodes: Nodes, name: str, members: Table[str, PlacedModel]) -> PoolMemory:
     """Return the fullest moment of one pool."""
-    planner = PoolPlanner(nodes, work.workload, work.models)
+    planner = PoolPlanner(nodes, work.workload)
     models = {model.name: model for model in work.models}
     placed = []
     for role, one in members.items():

@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -109,25 +110,6 @@ def partitions(items: Sequence) -> Iterator[tuple[tuple, ...]]:
                 yield ((first, *companions), *parts)
 
 
-def plan_mapping(
-    cluster: Cluster, workload: Workload, models: Sequence[PlannedModel], alternatives: int = 3
-) -> Mapping:
-    """Return the mapping with the fastest step, and the best of `alternatives` other placements.
-
-    Raises NothingFitsError where no mapping has enough memory, and ConfigError for a workload that
-    does not fit the models.
-    """
-    models = tuple(models)
-    workload.check(models)
-    search = _Search(cluster, workload, models)
-
-    # The best placement, and those that come next.
-    mappings = search.best(alternatives + 1)
-    if not mappings:
-        raise NothingFitsError(search.why_not())
-    return attrs.evolve(mappings[0], others=tuple(mappings[1:]))
-
-
 Stairs = tuple[list[float], list[int], list[int]]
 """The fewest devices needed under each limit on the seconds of inference: three lists, as
 
@@ -170,14 +152,63 @@ class _Front:
         return self.infer[entries].tolist(), least[steps].tolist(), entries.tolist()
 
 
-class _Search:
-    """One search; it keeps the candidates of each pool, which many placements share."""
+class Fronts(PoolPlanner):
+    """The candidates of pools on one kind of nodes, which many placements and searches share."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, models: tuple[PlannedModel, ...]):
+    @cached_property
+    def _fronts(self) -> dict[tuple[PlannedModel, ...], _Front]:
+        return {}
+
+    def front(self, members: tuple[PlannedModel, ...]) -> _Front:
+        """Return the pools of these models, without those that another one equals or beats.
+
+        Compared are the devices and the seconds of the three step stages.
+        """
+        if members not in self._fronts:
+            candidates: list[Candidate] = []
+            for size in self.nodes.sizes():
+                candidates += self.candidates(members, size)
+            figures = [(c.devices, *c.times) for c in candidates]
+            points = np.array(figures).reshape(-1, 4)
+            self._fronts[members] = _Front([candidates[i] for i in front(points)])
+        return self._fronts[members]
+
+
+def plan_mapping(
+    cluster: Cluster,
+    workload: Workload,
+    models: Sequence[PlannedModel],
+    alternatives: int = 3,
+    fronts: Sequence[Fronts] | None = None,
+) -> Mapping:
+    """Return the mapping with the fastest step, and the best of `alternatives` other placements.
+
+    fronts: of each kind of nodes, from earlier searches of this workload; pools whose models are
+    the same objects are not searched again.
+
+    Raises NothingFitsError where no mapping has enough memory, and ConfigError for a workload that
+    does not fit the models.
+    """
+    models = tuple(models)
+    workload.check(models)
+    search = _Search(cluster, fronts or [Fronts(n, workload) for n in cluster.nodes], models)
+
+    # The best placement, and those that come next.
+    mappings = search.best(alternatives + 1)
+    if not mappings:
+        raise NothingFitsError(search.why_not())
+    return attrs.evolve(mappings[0], others=tuple(mappings[1:]))
+
+
+class _Search:
+    """One search for the placement, the pools and the layouts of models on a cluster."""
+
+    def __init__(
+        self, cluster: Cluster, planners: Sequence[Fronts], models: tuple[PlannedModel, ...]
+    ):
         self.cluster = cluster
+        self.planners = planners
         self.models = models
-        self.planners = [PoolPlanner(nodes, workload, models) for nodes in cluster.nodes]
-        self.fronts: dict[tuple[tuple[str, ...], int], _Front] = {}
 
     def best(self, count: int) -> list[Mapping]:
         """Return the best mapping of each of the `count` best placements."""
@@ -190,22 +221,6 @@ class _Search:
                 mappings = sorted([*mappings, mapping], key=lambda m: m.seconds)[:count]
         return mappings
 
-    def front(self, members: tuple[PlannedModel, ...], kind: int) -> _Front:
-        """Return the pools of these models, without those that another one equals or beats.
-
-        Compared are the devices and the seconds of the three step stages.
-        """
-        key = (tuple(m.name for m in members), kind)
-        if key not in self.fronts:
-            planner = self.planners[kind]
-            candidates: list[Candidate] = []
-            for size in planner.nodes.sizes():
-                candidates += planner.candidates(members, size)
-            figures = [(c.devices, *c.times) for c in candidates]
-            points = np.array(figures).reshape(-1, 4)
-            self.fronts[key] = _Front([candidates[i] for i in front(points)])
-        return self.fronts[key]
-
     def _placement(
         self, placement: tuple[tuple[PlannedModel, ...], ...], bound: float
     ) -> Mapping | None:
@@ -214,7 +229,8 @@ class _Search:
         best: Mapping | None = None
         for kinds in itertools.product(range(len(self.cluster.nodes)), repeat=len(placement)):
             fronts = [
-                self.front(members, kind) for members, kind in zip(placement, kinds, strict=True)
+                self.planners[kind].front(members)
+                for members, kind in zip(placement, kinds, strict=True)
             ]
             if any(not f.entries for f in fronts):
                 continue
@@ -366,7 +382,7 @@ class _Search:
     def _alone(self, model: PlannedModel) -> str | None:
         """Return why a model fits nowhere even alone, or None if it fits."""
         # The bytes that each layout needs, and how many of them are missing.
-        needs: list[tuple[float, float, PoolPlanner, int, ParallelLayout]] = []
+        needs: list[tuple[float, float, Fronts, int, ParallelLayout]] = []
         for planner in self.planners:
             for size in planner.nodes.sizes():
                 if planner.candidates((model,), size):

@@ -63,6 +63,8 @@ class Switches:
     placed: bool = False
     """Whether the job stays where it is placed, and only its settings change."""
     _tried: dict[tuple, Trial] = attrs.field(factory=dict, init=False)
+    _roles: dict[tuple, PlacedModel] = attrs.field(factory=dict, init=False)
+    """Roles with changed settings: a search keeps what it finds of the same object."""
 
     @cached_property
     def choices(self) -> dict[Key, tuple[Any, ...]]:
@@ -101,10 +103,17 @@ class Switches:
         """Return the plan of a job with changed settings; None where the settings refuse them."""
         placed = dict(self.plan.job.models)
         try:
-            for key, value in changes.items():
-                for name, one in placed.items():
-                    if _owns(key, name, one) or self._follows(key, name):
-                        placed[name] = _with(one, key[1], value)
+            for name, one in placed.items():
+                own = tuple(
+                    (key[1], value)
+                    for key, value in changes.items()
+                    if _owns(key, name, one) or self._follows(key, name)
+                )
+                if own and (name, own) not in self._roles:
+                    for setting, value in own:
+                        one = _with(one, setting, value)
+                    self._roles[name, own] = one
+                placed[name] = self._roles.get((name, own), one)
             work = self.plan.work.of(placed)
         except (HybridFlowError, ValueError):
             return None

@@ -6,7 +6,7 @@ import importlib
 import json
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import ROOT, matrix
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,7 @@ def test_operations_are_counted_by_hand():
     assert step.flops(fields | heads, [3, 3], 2) == 6 * (products * 13 + 40 * 6) + attention
 
 
+@matrix
 def test_weights_move_and_stay_equal(lines):
     found = lines("gpu_sync")
     differ = [name for name in found if name.endswith("parameters that differ")]
@@ -58,6 +59,7 @@ def test_weights_move_and_stay_equal(lines):
     assert found["parameters that moving has changed"]["met"]
 
 
+@matrix
 def test_runs_repeat_their_bits(lines):
     found = lines("gpu_determinism")
     for name in ("again", "resumed"):

@@ -1,6 +1,6 @@
 """Each training backend with each rollout engine, on the same ranks.
 
-By default some pairs, SGLang's none, which test_wire.py has on two ranks; `make matrix` runs all nine.
+By default some pairs, SGLang's none; `make matrix` runs all nine.
 """
 
 from __future__ import annotations

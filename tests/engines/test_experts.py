@@ -22,7 +22,7 @@ ENGINES = {
 @pytest.mark.parametrize(
     ("backend", "engine"),
     [
-        ("deepspeed", "vllm"),
+        pytest.param("deepspeed", "vllm", marks=matrix),
         pytest.param("fsdp", "sglang", marks=matrix),
         pytest.param("fsdp", "vllm", marks=matrix),
         pytest.param("deepspeed", "sglang", marks=matrix),

@@ -1,4 +1,4 @@
-"""A part of the zoo (`make zoo` runs all of it): three architectures with two engines, and every one asked of vLLM's loader."""
+"""A part of the zoo (`make zoo` runs all of it): some architectures with an engine, and every one asked of vLLM's loader."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.paths import matrix
+from helpers.paths import EVERY, matrix
 from helpers.zoo import ENGINES, ZOO
 from helpers.zoo_cells import TESTS, check_cells, write_model
 from safetensors.torch import load_file
+
+from hybridflow.core.names import is_installed
 
 THREE = ("phi3", "gemma3", "glm4_moe")
 """Fused on disk; sliding windows and norms with +1; experts with a buffer. Tied and odd: two ranks of qwen2."""
@@ -24,8 +26,9 @@ UNTRACED = {
 """Architecture -> how vLLM refuses it with tp 2, where a CPU is its platform."""
 
 
-EACH = [pytest.param(name, marks=matrix if name == "sglang" else ()) for name in ENGINES]
-"""A start of SGLang's takes 40 seconds."""
+ONCE = pytest.mark.skipif(is_installed("vllm") and not EVERY, reason="make test has it")
+EACH = [pytest.param(name, marks=ONCE if name == "transformers" else matrix) for name in ENGINES]
+"""Starts of SGLang and vLLM take most of a minute on two ranks."""
 
 
 # The first, since what vLLM finds out of an architecture here it need not find out again.
@@ -49,9 +52,7 @@ def test_vllms_loader_takes_all_of_every_architecture_on_two_ranks(tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "engine", ["transformers", *(pytest.param(name, marks=matrix) for name in ("vllm", "sglang"))]
-)
+@pytest.mark.parametrize("engine", EACH)
 def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine):
     check_cells(THREE, engine, 1)
 

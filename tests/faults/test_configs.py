@@ -20,7 +20,7 @@ from helpers.tiny import hybridflow
 from hybridflow.cli.main import main
 from hybridflow.core.names import is_installed
 
-COUNT = int(os.environ.get("HYBRIDFLOW_CONFIGS", "12"))
+COUNT = int(os.environ.get("HYBRIDFLOW_CONFIGS", "8"))
 MANY = COUNT > 20
 COMMANDS = 60 if MANY else 2
 """How many of the mutated ones the command is given."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.paths import matrix
 from helpers.tiny import write
 
 from hybridflow.backends.ray import reaper
@@ -39,7 +40,7 @@ def started(folder, until, *settings):
     raise AssertionError(f"it ended before {until!r}")
 
 
-@pytest.mark.parametrize("gap", [0.1, 0.4])
+@pytest.mark.parametrize("gap", [pytest.param(0.1, marks=matrix), 0.4])
 def test_f26_a_second_interruption_has_the_status_of_the_first(tmp_path, gap):
     """It comes while the run is ended, or while Python itself ends."""
     run = started(tmp_path, " step ")
@@ -52,7 +53,7 @@ def test_f26_a_second_interruption_has_the_status_of_the_first(tmp_path, gap):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("until", ["starting ray", "starting pool"])
+@pytest.mark.parametrize("until", [pytest.param("starting ray", marks=matrix), "starting pool"])
 def test_f24_a_sigterm_while_a_run_starts_stops_it(tmp_path, short, monkeypatch, until):
     monkeypatch.setenv("TMPDIR", str(short))
     run = started(tmp_path, until, "runtime.name=ray")

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from helpers.training_reference import make_batch, spec_of
 from hybridflow.core.contracts.loss import Loss
@@ -246,9 +247,16 @@ def staying(rank: int, world: int, setup: Setup, pairs: list) -> list[str]:
 
 
 def _storages() -> dict[int, str]:
-    """Return address -> what it is, for each storage of 8 kB and more."""
+    """Return address -> what it is, for each storage of 8 kB and more.
+
+    Fake tensors, which earlier tests of the process may have left with torch.compile, have none.
+    """
     gc.collect()
-    tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    tensors = (
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor) and not issubclass(type(one), FakeTensor)
+    )
     return {
         one.untyped_storage().data_ptr(): f"{type(one).__name__} {one.dtype} {list(one.shape)}"
         for one in tensors

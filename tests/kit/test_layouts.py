@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from helpers.brute import check_plan, layout, lower_bound, mask
+from helpers.paths import matrix
 
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.errors import ConfigError
@@ -113,7 +114,13 @@ def test_row_one_gathers_everything_from_flat_shards(world, tg):
     assert max(plan.bytes_redundant.values()) == M // world
 
 
-TO = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+TO = [
+    pytest.param(1, 1, marks=matrix),
+    pytest.param(1, 2, marks=matrix),
+    (1, 4),
+    pytest.param(2, 1, marks=matrix),
+    (2, 2),
+]
 
 
 @pytest.mark.parametrize(("pg", "tg"), TO)

@@ -31,9 +31,9 @@ TOKEN = 2 * 6 * 2 * 16 * 4
 """Bytes of a token's keys and values: 6 layers, 2 heads of 16, in float32."""
 
 
-def planner_of(megabytes, *models):
+def planner_of(megabytes):
     device = Device(megabytes / 1e3, 50, 1000, 100, name="small")
-    return PoolPlanner(Nodes(device, 1, 1, 10, Efficiency(usable=1.0)), STEP, models)
+    return PoolPlanner(Nodes(device, 1, 1, 10, Efficiency(usable=1.0)), STEP)
 
 
 def members_of(planner, *models):
@@ -45,7 +45,7 @@ def members_of(planner, *models):
 
 
 def test_the_parts_are_what_is_needed_at_the_fullest_moment():
-    planner = planner_of(1000, ACTOR, REF)
+    planner = planner_of(1000)
     members = members_of(planner, ACTOR, REF)
     found = pool_memory(planner, "main", members)
     assert found.needed == pytest.approx(sum(nbytes for _, nbytes in found.parts))
@@ -62,7 +62,7 @@ def test_the_parts_are_what_is_needed_at_the_fullest_moment():
 def test_what_an_engine_keeps_counts_while_others_work():
     """8 sequences of 32 tokens; the weights are the engine's own, as two ranks may not share."""
     keeps = changed(ACTOR, keeps_engine=True)
-    planner = planner_of(1000, keeps)
+    planner = planner_of(1000)
     freed = pool_memory(planner, "main", members_of(planner, ACTOR))
     kept = pool_memory(planner, "main", members_of(planner, keeps))
     cache = 8 * 32 * TOKEN
@@ -77,7 +77,7 @@ def test_what_an_engine_keeps_counts_while_others_work():
 
 def test_parameters_that_one_storage_holds_for_both_count_once():
     keeps = changed(ACTOR, keeps_engine=True)
-    planner = planner_of(1000, keeps)
+    planner = planner_of(1000)
     whole = pool_memory(planner, "main", members_of(planner, keeps))
     lends = changed(keeps, lent_params=1000 * 64)
     shared = pool_memory(planner, "main", members_of(planner, lends))
@@ -87,8 +87,8 @@ def test_parameters_that_one_storage_holds_for_both_count_once():
 def test_generation_is_the_fullest_moment_of_a_model_that_learns_little():
     """The logits of 8 sequences, six times, are 192,000 bytes; a prompt pass takes less."""
     speaks = changed(ACTOR, trained=False, logit_copies=6.0, prefill_tokens=64, keeps_engine=True)
-    planner = planner_of(1000, speaks)
-    planner = PoolPlanner(planner.nodes, Workload(STEP.tasks[:1], 16, 16), (speaks,))
+    planner = planner_of(1000)
+    planner = PoolPlanner(planner.nodes, Workload(STEP.tasks[:1], 16, 16))
     found = pool_memory(planner, "main", members_of(planner, speaks))
     assert found.when == "while actor generates"
     assert dict(found.parts) == {
@@ -105,11 +105,11 @@ def test_generation_is_the_fullest_moment_of_a_model_that_learns_little():
 
 def test_a_cache_yields_to_the_models_down_to_one_sequence():
     keeps = changed(ACTOR, keeps_engine=True)
-    wide = pool_memory(planner_of(1000, keeps), "main", members_of(planner_of(1000, keeps), keeps))
+    wide = pool_memory(planner_of(1000), "main", members_of(planner_of(1000), keeps))
     bare = wide.needed - 8 * 32 * TOKEN
 
     # Room for three and a half sequences
-    planner = planner_of((bare + 3.5 * 32 * TOKEN) / 1e6, keeps)
+    planner = planner_of((bare + 3.5 * 32 * TOKEN) / 1e6)
     found = pool_memory(planner, "main", members_of(planner, keeps))
     assert found.fits
     assert found.needed == pytest.approx(bare + 3.5 * 32 * TOKEN)
@@ -119,14 +119,14 @@ def test_a_cache_yields_to_the_models_down_to_one_sequence():
     assert not fixed.fits and fixed.needed == wide.needed
 
     # Room for less than one
-    planner = planner_of((bare + 0.5 * 32 * TOKEN) / 1e6, keeps)
+    planner = planner_of((bare + 0.5 * 32 * TOKEN) / 1e6)
     found = pool_memory(planner, "main", members_of(planner, keeps))
     assert not found.fits
     assert found.needed == pytest.approx(bare + 32 * TOKEN)
 
 
 def test_a_pool_of_engines_has_their_weights_and_caches_alone():
-    planner = planner_of(1000, ACTOR)
+    planner = planner_of(1000)
     found = pool_memory(planner, "rollout", [Member(ACTOR, None, engines(1))])
     assert dict(found.parts) == {
         "the engine's weights": 4 * PARAMS,
@@ -137,12 +137,12 @@ def test_a_pool_of_engines_has_their_weights_and_caches_alone():
 def test_cuda_graphs_stay_with_the_engine_and_its_share_is_what_is_left_of_them():
     """Room for two sequences beside 0.5 MB of graphs."""
     keeps = changed(ACTOR, keeps_engine=True, graphs_gb=0.0005)
-    planner = planner_of(1000, keeps)
+    planner = planner_of(1000)
     kept = pool_memory(planner, "main", members_of(planner, keeps))
     assert dict(kept.parts)["engines"] == 4 * PARAMS + 8 * 32 * TOKEN + 0.5e6
 
     bare = kept.needed - 8 * 32 * TOKEN
-    planner = planner_of((bare + 2 * 32 * TOKEN) / 1e6, keeps)
+    planner = planner_of((bare + 2 * 32 * TOKEN) / 1e6)
     found = pool_memory(planner, "main", members_of(planner, keeps))
     room = found.rooms["actor"]
     assert found.fits and found.needed == pytest.approx(found.usable)
@@ -152,7 +152,7 @@ def test_cuda_graphs_stay_with_the_engine_and_its_share_is_what_is_left_of_them(
 
 def test_an_engine_that_says_nothing_of_its_cache_counts_what_the_sequences_need():
     silent = changed(ACTOR, grows=False, keeps_engine=True)
-    planner = planner_of(1000, silent)
+    planner = planner_of(1000)
     found = pool_memory(planner, "main", members_of(planner, silent), yields=False)
     assert dict(found.parts)["engines"] == 4 * PARAMS + 8 * 32 * TOKEN
 
@@ -160,8 +160,8 @@ def test_an_engine_that_says_nothing_of_its_cache_counts_what_the_sequences_need
 def test_an_engine_that_no_step_asks_serves_validation():
     """It decodes as many sequences as it takes, 3 here."""
     asked = changed(ACTOR, max_sequences=3, keeps_engine=True)
-    planner = planner_of(1000, asked)
-    planner = PoolPlanner(planner.nodes, Workload(STEP.tasks[1:2], 16, 16), (asked,))
+    planner = planner_of(1000)
+    planner = PoolPlanner(planner.nodes, Workload(STEP.tasks[1:2], 16, 16))
     found = pool_memory(planner, "main", members_of(planner, asked))
     assert dict(found.parts)["engines"] == 4 * PARAMS + 3 * 32 * TOKEN
 
@@ -176,7 +176,7 @@ def test_two_engines_that_stay_share_what_is_left():
     ]
     device = Device(4 * size / 1e9 + 0.01, 50, 1000, 100, name="small")
     nodes = Nodes(device, 1, 1, 10, Efficiency(usable=1.0))
-    planner = PoolPlanner(nodes, step, tuple(models))
+    planner = PoolPlanner(nodes, step)
     members = [Member(m, planner.option(m, laid_out()), engines(1)) for m in models]
     found = pool_memory(planner, "main", members)
     assert found.fits and found.needed == pytest.approx(found.usable)

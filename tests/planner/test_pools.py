@@ -80,7 +80,7 @@ def test_engines_have_stages_in_powers_of_two_that_divide_the_layers():
 
 
 def test_the_fastest_engine_is_taken():
-    planner = PoolPlanner(NODES, STEP, (ACTOR,))
+    planner = PoolPlanner(NODES, STEP)
     option = planner.option(ACTOR, laid_out(1, 2, 2))
     each = [
         planner.engine(option, 4, option.bytes.resident, cut) for cut in rollouts(ACTOR, NODES, 4)
@@ -91,7 +91,7 @@ def test_the_fastest_engine_is_taken():
 
 
 def test_a_candidates_times_are_those_of_its_models_choices():
-    planner = PoolPlanner(NODES, STEP, (ACTOR, REF))
+    planner = PoolPlanner(NODES, STEP)
     found = planner.candidates((ACTOR, REF), 4)
     assert found
     for candidate in found:
@@ -106,15 +106,15 @@ def test_a_candidates_times_are_those_of_its_models_choices():
 
 def test_a_pool_has_no_candidate_without_the_memory():
     tight = attrs.evolve(NODES, device=attrs.evolve(NODES.device, memory_gb=1e-4))
-    assert PoolPlanner(tight, STEP, (ACTOR, REF)).candidates((ACTOR, REF), 4) == []
+    assert PoolPlanner(tight, STEP).candidates((ACTOR, REF), 4) == []
 
 
 def test_columns_go_to_pools_in_which_nothing_generates():
-    planner = PoolPlanner(NODES, STEP, (ACTOR, REF))
+    planner = PoolPlanner(NODES, STEP)
     rows = 8 * 2 * (16 + 16) * 64  # sequences, tokens, bytes of one
     assert planner.moved((REF,)) == pytest.approx(rows / (10e9 * 0.8))
     assert planner.moved((ACTOR, REF)) == 0.0
-    assert PoolPlanner(NODES, Workload(STEP.tasks[1:], 16, 16), (ACTOR, REF)).moved((REF,)) == 0.0
+    assert PoolPlanner(NODES, Workload(STEP.tasks[1:], 16, 16)).moved((REF,)) == 0.0
 
 
 def test_what_is_moved_comes_before_the_first_stage_that_there_is():
@@ -126,7 +126,7 @@ def test_what_is_moved_comes_before_the_first_stage_that_there_is():
 def test_an_engine_that_stays_gets_what_training_leaves():
     """5 MB are usable; 1 MB rest, 0.5 MB are the engine's weights, and training takes 2 MB more."""
     keeps = changed(ACTOR, keeps_engine=True)
-    planner = PoolPlanner(NODES, STEP, (ACTOR, keeps))
+    planner = PoolPlanner(NODES, STEP)
     alone = engines(4)
     assert planner.cache(ACTOR, alone, 1e6, 0.5e6, 2e6) == pytest.approx(3.5e6)
     assert planner.cache(keeps, alone, 1e6, 0.5e6, 2e6) == pytest.approx(1.5e6)
@@ -137,7 +137,7 @@ def test_an_engine_that_stays_gets_what_training_leaves():
 def test_a_cache_that_grows_takes_what_the_sequences_need():
     """8 sequences on 4 engines of one device: 2 each, of 32 + 4 tokens, in blocks of 16: 48."""
     grows = changed(ACTOR, grows=True, block_tokens=16, spare_tokens=4)
-    planner = PoolPlanner(NODES, STEP, (grows,))
+    planner = PoolPlanner(NODES, STEP)
     option = planner.option(grows, laid_out(dp=4))
     choice = planner.engine(option, 4, 0.0, engines(4))
     assert choice.cache_bytes == 2 * 48 * grows.cache_bytes
@@ -148,7 +148,7 @@ def test_an_offloaded_model_comes_and_goes_in_every_call():
         NODES, device=attrs.evolve(NODES.device, host_gbs=1e-6)
     )  # 1,000 bytes per second
     offloaded = changed(ACTOR, offload=True)
-    planner = PoolPlanner(slow, STEP, (ACTOR, offloaded))
+    planner = PoolPlanner(slow, STEP)
     stays, moves = (planner.option(model, laid_out()) for model in (ACTOR, offloaded))
     call = (
         2 * ACTOR.size.params * (2 + 4 + 12) / 1000
@@ -165,7 +165,7 @@ def test_an_offloaded_model_comes_and_goes_in_every_call():
 
 def test_a_cache_of_tokens_has_them_whatever_its_cut():
     limited = changed(ACTOR, cache_tokens=10)
-    planner = PoolPlanner(NODES, STEP, (limited,))
+    planner = PoolPlanner(NODES, STEP)
     cache = [planner.cache(limited, engines(2, 1, tp), 0.0, 0.0) for tp in (1, 2)]
     assert cache == [10 * limited.cache_bytes, 10 * limited.cache_bytes / 2]
 
@@ -176,7 +176,7 @@ def test_the_least_of_an_engines_limits_counts_for_its_cache():
 
     def cache(**limits) -> float:
         model = changed(ACTOR, **limits)
-        return PoolPlanner(NODES, STEP, (model,)).cache(model, engines(2), 1e6, 2e5)
+        return PoolPlanner(NODES, STEP).cache(model, engines(2), 1e6, 2e5)
 
     assert cache() == pytest.approx(left)
     assert cache(cache_gb=1e-3) == pytest.approx(1e6)

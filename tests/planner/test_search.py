@@ -225,7 +225,7 @@ def test_how_to_free_what_an_engine_keeps_is_said_where_it_has_no_room():
         device = Device(nbytes / 1e9, 50, 1000, 100, name="small")
         return Cluster((Nodes(device, 1, 1, 10, Efficiency(usable=1.0)),))
 
-    option = PoolPlanner(on(1e9).nodes[0], step, (keeps,)).option(keeps, ParallelLayout())
+    option = PoolPlanner(on(1e9).nodes[0], step).option(keeps, ParallelLayout())
     full = on(option.bytes.resident + option.most + 1)
     with pytest.raises(NothingFitsError, match=r"or set actor\.generation\.keep = false"):
         plan_mapping(full, step, (keeps,))

@@ -207,7 +207,10 @@ WRONG = [
 """Overrides that are wrong together, each with what is said of it."""
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=["unknown", "missing", "placement"])
+@pytest.mark.parametrize(
+    "wrong", [WRONG[0], *(pytest.param(wrong, marks=matrix) for wrong in WRONG[1:])],
+    ids=["unknown", "missing", "placement"],
+)  # fmt: skip
 def test_what_is_wrong_with_their_settings_is_told_before_anything_starts(installed, folder, wrong):
     overrides = [override for override, _ in wrong]
     done = hybridflow(
@@ -279,6 +282,7 @@ def test_a_transport_that_does_not_load_is_left_out_of_auto(installed, folder):
     assert len(run(both, folder, "left-out", "runtime=inline")) == 2
 
 
+@matrix
 def test_a_written_plan_keeps_the_planner(installed, folder):
     planner = (
         'placement = { name = "auto", cluster = "2", planner = { name = "first", devices = 2 } }'

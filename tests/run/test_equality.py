@@ -129,6 +129,7 @@ def reference(policy, tmp_path_factory):
 
 
 FEWER = (
+    "ray, engines of tp 2 in a pool of their own, weights through the object store in small buckets",
     "ray with tp 2, rewards and data in a pool on CPUs",
     "ray with dp 2, engines of tp 2 on the same ranks",
 )

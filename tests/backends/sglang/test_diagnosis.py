@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from helpers.engine_diagnosis import StandIns
 from helpers.installed import needs
+from helpers.paths import matrix
 
 from hybridflow.backends.sglang.diagnosis import ON_CPU, ON_GPU, diagnose
 
@@ -34,6 +35,7 @@ class TestOtherMachines(StandIns):
         assert "sampler" not in rows  # SGLang finds ours
 
 
+@matrix
 @needs("sglang")
 def test_the_installed_one_can_be_imported():
     rows = {what: (found, todo) for what, found, todo in diagnose()}

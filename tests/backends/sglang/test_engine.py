@@ -1,4 +1,4 @@
-"""SGLang against the kit, in a process of its own as always, alone and with tensor parallelism; run by `make test-engines`."""
+"""SGLang against the kit, in a process of its own as always, alone; with tensor parallelism in `make matrix`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestSGLangWithExperts(TestSGLang):
 
 
 @needs("sglang")
-@matrix  # tests/engines/test_wire.py has two ranks of it, too
+@matrix
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 @pytest.mark.timeout(400)
 def test_the_first_of_two_ranks_hosts_it_and_each_brings_its_own_boxes(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from helpers import engine_jobs as jobs
 from helpers.installed import needs
+from helpers.paths import matrix
 from helpers.vllm_boxes import check_boxes
 
 
+@matrix  # test_planned.py asks the loader for the same boxes
 @needs("vllm")
 def test_each_rank_takes_its_part_of_every_expert(ranks):
     ranks.renew(2)

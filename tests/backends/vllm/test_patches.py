@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 from helpers.installed import needs
+from helpers.paths import matrix
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.engine import VLLMEngine
@@ -152,6 +153,7 @@ def groups_in_turn(rank: int, world: int, spec: Any) -> list[Any]:
     return found
 
 
+@matrix
 @needs("vllm")
 @pytest.mark.timeout(300)
 def test_tensor_parallel_groups_are_those_of_the_layout_one_set_at_a_time(ranks):

@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from helpers.installed import needs
+from helpers.paths import matrix
 from helpers.vllm_boxes import HIDDEN, SMALL, held_by_hand, layout_of
 
 from hybridflow.core.errors import ModelError
@@ -27,7 +28,7 @@ REPLICAS = generation_layout(ParallelLayout(dp=4), tp=2, grouping="consecutive")
 
 
 @needs("vllm")
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=matrix), "qwen3_moe"])
 def test_it_says_what_is_known_by_hand(architecture):
     ref = reference(architecture, width=HIDDEN)
     traced = SMALL.traced(ref.spec.hf_config, 2, torch.float32)
@@ -51,7 +52,9 @@ def test_it_says_what_a_started_engine_says(ranks):
 
 
 @needs("vllm")
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("llama", marks=matrix), "qwen2", pytest.param("qwen3", marks=matrix)]
+)
 def test_the_formula_has_the_bytes_of_the_loader(kind):
     # 97 embeddings are padded: 64 rows on the first rank, 33 on the second.
     fields = {**SIZES, "model_type": kind, "head_dim": 32, "tie_word_embeddings": False}

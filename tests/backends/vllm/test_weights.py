@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers import engine_jobs as jobs
 from helpers.installed import needs
+from helpers.paths import matrix
 from helpers.vllm_boxes import HIDDEN, SMALL, check_boxes
 
 from hybridflow.backends.vllm import engine as engine_module
@@ -126,8 +127,8 @@ def halves_exchanged(piece):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (one_row_further, "brings other values of"),
-        (half, r"takes only \d+ of \d+ elements of .*gate_proj"),
+        pytest.param(one_row_further, "brings other values of", marks=matrix),
+        pytest.param(half, r"takes only \d+ of \d+ elements of .*gate_proj", marks=matrix),
         (halves_exchanged, "brings other values of"),
     ],
 )
@@ -194,6 +195,7 @@ def test_an_update_that_was_not_ended_is_brought_again(monkeypatch):
         engine.close()
 
 
+@matrix
 @needs("vllm")
 def test_a_second_run_in_a_process_has_groups_of_its_own():
     if dist.is_initialized():

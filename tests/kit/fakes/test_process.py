@@ -12,6 +12,7 @@ from hybridflow.kit.fakes.process import Asked, NotRehearsed, rehearse
 from hybridflow.kit.testing import tiny_config
 
 
+@matrix  # test_child.py has a process, test_rehearsal.py the phases
 def test_a_role_tells_its_phases_and_this_process_stays_as_it_is():
     found = fake_jobs.told(fake_jobs.reference_folder())
     assert list(found) == ["build", "rest", "forward", "update", "step", "away"]

@@ -8,6 +8,7 @@ import tomllib
 import attrs
 import pytest
 from helpers.configs import console, printed, tiny_run
+from helpers.paths import matrix
 from helpers.planned import engines, laid_out, planned
 
 from hybridflow.core.errors import ConfigError
@@ -59,6 +60,7 @@ def test_a_known_device_is_not_described_again():
     assert tomllib.loads(smaller)["devices"]["l4-24gb"]["memory_gb"] == 23.0
 
 
+@matrix
 @pytest.mark.usefixtures("quick")
 def test_a_machine_is_measured_and_its_file_is_planned_on(tmp_path):
     target, config = tmp_path / "here.toml", tmp_path / "tiny.toml"
