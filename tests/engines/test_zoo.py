@@ -27,8 +27,6 @@ UNTRACED = {
 
 
 ONCE = pytest.mark.skipif(is_installed("vllm") and not EVERY, reason="make test has it")
-EACH = [pytest.param(name, marks=ONCE if name == "transformers" else matrix) for name in ENGINES]
-"""Starts of SGLang and vLLM take most of a minute on two ranks."""
 
 
 # The first, since what vLLM finds out of an architecture here it need not find out again.
@@ -52,13 +50,17 @@ def test_vllms_loader_takes_all_of_every_architecture_on_two_ranks(tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", EACH)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(name, marks=ONCE if name == "transformers" else matrix) for name in ENGINES],
+)
 def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine):
     check_cells(THREE, engine, 1)
 
 
+@matrix
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", EACH)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_do_so_too(engine):
     check_cells(("qwen2",), engine, 2)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.expect import caught, invariants
 from helpers.faulty_backends import ForgetsTheOtherRanks, NormsOfItsOwn
+from helpers.paths import matrix
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
@@ -75,6 +76,7 @@ def test_ranks_that_differ_are_noticed():
         getattr(Near(), STEP)([(DP2, ranks)])
 
 
+@matrix
 def test_a_rank_that_fails_is_said_with_its_traceback(tmp_path):
     task = Task(FSDPBackend, None, reference("qwen2").spec, DP2, ["logprobs"], str(tmp_path))
     with pytest.raises(AssertionError, match=r"rank \d of dp2: Traceback(?s:.)*AttributeError"):
