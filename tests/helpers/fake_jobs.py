@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,13 @@ def attention(gpu: FakeGPU) -> tuple[int, int, list[tuple[int, ...]]]:
         query, key, value, is_causal=True, enable_gqa=True
     )
     forward = gpu.memory.peak - before
+    kept = gpu.memory.now
     torch.autograd.grad(result.sum(), value, retain_graph=True)
-    gc.collect()  # nothing of the first pass may go during the second
+    # Nothing of the first pass may go during the second: autograd's own thread frees the last of it.
+    deadline = time.monotonic() + 10
+    while gpu.memory.now > kept and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
     gpu.memory.restart()
     before = gpu.memory.now
     found = torch.autograd.grad(result, [query, key, value], torch.empty_like(result))
