@@ -58,7 +58,7 @@ class GroupRoleHandle:
         if responses is None:
             responses = self._respond(numbered, params)
         generated = numbered.join(self._watch(responses))
-        if isinstance(self.rollout, SeparateRollout):
+        if isinstance(self.rollout, SeparateRollout) and not self._carries:
             ahead = self._ctx.generated(self.role, self.rollout, numbered, responses, replayed)
             if self.rollout.ahead:
                 lag = torch.full((numbered.rows,), int(ahead), dtype=torch.int8)
@@ -67,12 +67,19 @@ class GroupRoleHandle:
 
     def _respond(self, prompts: Batch, params: SamplingParams) -> Batch:
         seed = self._ctx.seed
-        if self.role.name in self._ctx.carries:
+        if self._carries:
             # Opened at once, so that they are generated beside those of earlier steps.
-            self._watch(self.group.open(prompts, params, seed))
-            return self.group.collect(prompts, self._ctx.step)
+            rollout = self.rollout
+            group = rollout.engines if isinstance(rollout, SeparateRollout) else self.group
+            self._watch(group.open(prompts, params, seed, self._ctx.step))
+            return group.collect(prompts, self._ctx.step)
         verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
         return verb(prompts, params, seed)
+
+    @property
+    def _carries(self) -> bool:
+        """Whether its responses may outlive a generation phase, or newer weights."""
+        return self.role.name in self._ctx.carries
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
         columns = {"logprobs": self.role.column} | ({"entropy": "entropy"} if entropy else {})
@@ -206,7 +213,7 @@ class GroupStepContext:
         self.recorder: Recorder | None = None
         """Chooses rows of the step to be recorded, if any are."""
         self.carries: Collection[str] = ()
-        """The roles whose responses may outlive a generation phase."""
+        """The roles whose responses may outlive a generation phase, or newer weights."""
         self._aside = False
         self._clear()
 
@@ -226,7 +233,7 @@ class GroupStepContext:
     def page(self, step: int, carries: Collection[str] = ()) -> GroupStepContext:
         """Return a context for the calls of one step alone; the counters are shared.
 
-        carries: the roles whose responses may outlive a generation phase.
+        carries: the roles whose responses may outlive a generation phase, or newer weights.
         """
         page = copy.copy(self)
         page.step = step

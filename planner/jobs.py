@@ -157,12 +157,11 @@ def plannable(job: PlannableJob) -> Plannable:
     names = set(job.models)
     kept = tuple(task for task in tasks if task.role in names)
     prompt_tokens = max(1, job.data.max_prompt_tokens)
-    apart = any(model.rollout_pool is not None for model in job.models.values())
     work = Workload(
         kept,
         prompt_tokens,
         max(1, job.sampling.max_tokens),
-        open_steps=1 if apart else 1 + job.run.max_staleness,
+        open_steps=1 + job.run.max_staleness if job.carried else 1,
     )
     unseen = tuple(_unseen_work(tasks, names, job.data.max_prompt_tokens))
     return Plannable(work, (), of_step=unseen, device=job.device).of(job.models)

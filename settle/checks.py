@@ -63,14 +63,20 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
         yield key, f"is {most}, and {algorithm} trains no model that generates; set 0"
         return
     apart = {name for name, model in generating.items() if model.rollout_pool is not None}
-    if apart and most > 1:
-        yield (
-            key,
-            f"is {most}, and engines in a pool of their own ({', '.join(sorted(apart))}) are at "
-            "most 1 step ahead; set 1",
-        )
-    elif most > MOST_STALE:
+    if most > MOST_STALE:
         yield key, f"is {most}; sequences may be at most {MOST_STALE} steps ahead"
+    if job.run.in_flight == "no" and most > 1:
+        yield (
+            "run.in_flight",
+            f'is "no", and run.max_staleness is {most}: weights that wait for what is under way '
+            'are for 1 step; set "recompute", or run.max_staleness = 1',
+        )
+    if apart & job.carried and job.environment is not None:
+        yield (
+            "run.in_flight",
+            "newer weights come while the engines generate, and turns of an environment cannot go "
+            'on by other weights; set "no", with run.max_staleness = 1',
+        )
     for name, model in generating.items():
         pool = model.rollout_pool
         if pool is None:
@@ -108,10 +114,18 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
 
 @_reads("run", "roles", "environment")
 def deterministic(job: Job) -> Iterator[tuple[str, str]]:
-    """A run that must repeat its bits on GPUs has nothing that varies."""
-    if not job.run.deterministic or job.device != "cuda":
+    """A run that must repeat its bits has nothing that varies, on GPUs above all."""
+    if not job.run.deterministic:
         return
     key = "run.deterministic"
+    if any(job.models[name].rollout_pool is not None for name in job.carried):
+        yield (
+            key,
+            "is true, and which tokens are made by which weights depends on when these come; set "
+            'false, or run.in_flight = "no" with run.max_staleness = 1',
+        )
+    if job.device != "cuda":
+        return
     if job.environment is not None:
         yield (
             key,

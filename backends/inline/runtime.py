@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import attrs
@@ -123,6 +123,11 @@ class InlineRuntime(Runtime):
     def wait(self, reply: Future) -> tuple[bytes, Sequence[Any], bool]:
         """Wait for a call of a rank's thread; a single rank has run it already."""
         return reply.result()
+
+    def first(self, replies: Sequence[Future]) -> Future:
+        """Wait until one of these replies is there, and return it."""
+        arrived = wait(replies, return_when=FIRST_COMPLETED).done
+        return next(reply for reply in replies if reply in arrived)
 
     def check_alive(self) -> None:
         """Do nothing: the only process is this one."""

@@ -500,6 +500,15 @@ class RayRuntime(Runtime):
                     self._sort_out_answered()
                 return value
 
+    def first(self, replies: Sequence[Any]) -> Any:
+        """Wait until one of these replies is there; check all open calls every POLL_S meanwhile."""
+        while True:
+            arrived, _ = ray.wait(list(replies), num_returns=1, timeout=POLL_S)
+            if arrived:
+                return arrived[0]
+            if self._why_it_may_hang() is not None:
+                return replies[0]
+
     def _why_it_may_hang(self) -> Any:
         """Return the failed reply of a rank whose peers still run the same call; else None.
 

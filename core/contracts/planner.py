@@ -55,6 +55,10 @@ class PlannableJob(Typing):
         """Role -> core.job.job.PlacedModel: the model, and in a placed job its placement."""
 
     @property
+    def carried(self) -> frozenset[str]:
+        """The roles whose responses to several steps are generated at once."""
+
+    @property
     def pools(self) -> Mapping[str, ResourcePool]: ...
     @property
     def runtime(self) -> str: ...

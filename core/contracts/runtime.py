@@ -167,6 +167,14 @@ class Runtime(ABC):
         come. Its failed reply is then returned instead of theirs.
         """
 
+    def first(self, replies: Sequence[Any]) -> Any:
+        """Wait until one of these replies can be waited for without delay; return it.
+
+        A runtime that cannot tell returns the first of them. Raises as `wait` does, and returns the
+        first too where its own `wait` will tell why it never comes.
+        """
+        return replies[0]
+
     # --- the store (Store) of the controller ---
 
     @abstractmethod

@@ -159,6 +159,7 @@ def register(
     reads: Sequence[str] | Callable[..., Sequence[str] | None] | None = None,
     writes: Sequence[str] | Callable[..., Sequence[str]] | None = None,
     early: bool = False,
+    late: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a worker's method callable on its group.
 
@@ -172,6 +173,8 @@ def register(
         the call's arguments that returns them: what asks for the names does not wait then.
     early: whether training changes nothing of what the method does, so that a step that is written
         ahead (run.max_staleness) sends the call before its turn, to any pool.
+    late: whether the call would wait for work that is under way on its ranks, so that a step that
+        is written ahead sends it when that is done, or when its result is asked for.
 
     Annotate the method's return type: a `-> Batch` stays on the workers and is passed on by
     reference; any other result is sent to the controller.
@@ -185,6 +188,7 @@ def register(
             reads,
             writes,
             early,
+            late,
         )
         return function
 

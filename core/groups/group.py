@@ -35,7 +35,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.protocol import GroupShape, Protocol, TransferProtocol
 from hybridflow.core.contracts.runtime import Label, Process, ResourcePool, Runtime
 from hybridflow.core.contracts.worker import Worker
 from hybridflow.core.errors import HybridFlowError
@@ -50,9 +50,11 @@ from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 class Future:
     """The result of a call that does not return a Batch."""
 
-    def __init__(self, results: Callable[[], Any]):
+    def __init__(self, results: Callable[[], Any], replies: Sequence[PendingReply] = ()):
         self._results: Callable[[], Any] | None = results
         self._value: Any = None
+        self.replies = replies
+        """Those of the call's ranks."""
 
     def result(self) -> Any:
         """Wait for the call and return its value.
@@ -165,6 +167,10 @@ class WorkerGroup:
         """Call a registered method on the ranks that its protocol names."""
         return self._send(self.methods[name], args, kwargs)
 
+    def call_on(self, ranks: Sequence[int], name: str, *args: Any) -> Any:
+        """Call a registered method on these ranks alone, each with all of the arguments."""
+        return self._send(attrs.evolve(self.methods[name], protocol=_Only(ranks)), args, {})
+
     def close(self) -> None:
         """Drop the workers of this group; its processes stay for the other groups of the pool."""
         self._send(_host_method("__delete__"), (), {}).result()
@@ -205,7 +211,7 @@ class WorkerGroup:
         # Submitting does not wait: the replies are read when the result is.
         pending: dict[int, PendingReply] = {}
         noted = _noting(outgoing, pending)
-        self.outbox.post(self.pool.spec.name, noted, method.early)
+        self.outbox.post(self.pool.spec.name, noted, method.early, method.late)
         return self._collect(method, promised, pieces, pending, sources)
 
     def _outgoing(
@@ -274,7 +280,7 @@ class WorkerGroup:
                     reply.read()
                 return method.protocol.collect(self, [pending[rank].value() for rank in sources])
 
-            return Future(results)
+            return Future(results, list(pending.values()))
 
         # One promise per source; `collect` joins them by reference.
         peers = _peers(pieces, sources)
@@ -292,6 +298,16 @@ class WorkerGroup:
             table = PromisedTable(result, rows, promised, pending[rank])
             batches.append(Batch.of_views([View((table,))]))
         return method.protocol.collect(self, batches)
+
+
+class _Only(TransferProtocol):
+    """Sends the same to some ranks, and returns the list of their results."""
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks = ranks
+
+    def called(self, group: GroupShape) -> Sequence[int]:
+        return self.ranks
 
 
 def _noting(outgoing: Iterator[Outgoing], pending: dict[int, PendingReply]) -> Iterator[Outgoing]:

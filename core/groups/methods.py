@@ -32,6 +32,8 @@ class Method:
     arguments that names them."""
     early: bool = False
     """Whether the call need not wait for the turn of its step, in any pool."""
+    late: bool = False
+    """Whether the call is held even where it need not wait for the turn."""
 
     def columns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[str] | None:
         """Return the columns to send, or None for all."""
@@ -64,5 +66,6 @@ def _methods(worker: type[Worker]) -> Iterator[Method]:
         is_batch = returns is Batch or returns == "Batch"
 
         # `register` left these, and names the protocol where it is a plugin.
-        protocol, same_rows, reads, writes, early = marked
-        yield Method(name, find_protocol(protocol), is_batch, same_rows, reads, writes, early)
+        protocol, *how = marked
+        same_rows, reads, writes, early, late = how
+        yield Method(name, find_protocol(protocol), is_batch, same_rows, reads, writes, early, late)

@@ -6,10 +6,12 @@ encoded as it is made; what differs is when it is submitted:
     to a pool in which nothing is trained,    at once: draws, generations, frozen models
     or of a method that is `early`, with
     inputs that are there or under way
+    such a call of a method that is `late`,   held until it is said to be free, or until it is read:
+    and those that need its result            responses that engines are still at work on
     any other                                 held, and submitted in order at the step's turn
 
 Several steps may be written before the first of them has its turn. A reply that is read while its
-call is held brings about the turn of its step, and of those before.
+call is held, and is not free, brings about the turn of its step, and of those before.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import nan
-from typing import Any
+from typing import Any, Protocol as Typing
 
 import attrs
 
@@ -74,7 +76,7 @@ class PendingReply:
             if self.held:
                 self.outbox.demand(self.call)
             began = time.time()
-            blob, handles, failed = self.runtime.wait(self.reference)
+            blob, handles, failed = self.outbox.wait(self.runtime, self.reference)
             self.runtime.traffic.received += len(blob)
 
             # A rank whose peer died fails too; the death is the error to report.
@@ -122,6 +124,34 @@ class Outgoing:
 
 
 @attrs.frozen
+class _Held:
+    """The messages of a call that is held, one per rank."""
+
+    calls: Sequence[Outgoing]
+    free: bool
+    """Whether it need not wait for the turn of its step."""
+
+    @property
+    def step(self) -> int:
+        return self.calls[0].reply.call.step
+
+    def submit(self) -> None:
+        for call in self.calls:
+            call.submit()
+
+
+class Serving(Typing):
+    """Who works while the controller waits."""
+
+    @property
+    def references(self) -> Sequence[Any]:
+        """The references of replies that it waits for."""
+
+    def arrived(self, reference: Any) -> None:
+        """Take one of these replies, which is there."""
+
+
+@attrs.frozen
 class _Counted:
     """The runtime's store, which counts the bytes that the controller fetches."""
 
@@ -144,31 +174,52 @@ class Outbox:
         self.ahead = frozenset(ahead)
         self.step = 0
         """The step that calls are made for."""
-        self._held: list[Outgoing] = []
+        self.serving: Serving | None = None
+        """Who works while a reply is waited for."""
+        self._held: list[_Held] = []
         self._turn: Callable[[Call], None] | None = None
         self._writing = 0
         """The step whose calls are held in the present body of `holding`."""
+        self._released = 0
+        """The last step that has had its turn."""
 
     @property
     def holds(self) -> bool:
         """Whether calls are made that may have to wait."""
         return self._turn is not None
 
-    def post(self, pool: str, calls: Iterable[Outgoing], early: bool = False) -> None:
+    def post(
+        self, pool: str, calls: Iterable[Outgoing], early: bool = False, late: bool = False
+    ) -> None:
         """Submit the messages of one call, one per rank; or hold all of them.
 
-        early: the call may be submitted to any pool.
+        early: the call may be submitted to any pool. late: it is held even so.
         """
         # All ranks or none: they must get their calls in the same order. Encoding may read a reply,
         # and so bring about the turn.
         if self.holds:
             calls = list(calls)
             free = early or pool in self.ahead
-            if self.holds and (not free or any(one.held for call in calls for one in call.inputs)):
-                self._held += calls
+            held = any(one.held for call in calls for one in call.inputs)
+            if self.holds and (late or held or not free):
+                self._held.append(_Held(calls, free))
                 return
         for call in calls:
             call.submit()
+
+    def wait(self, runtime: Runtime, reference: Any) -> tuple[bytes, Sequence[Any], bool]:
+        """Wait for a reply, while others are served; return it as Runtime.wait does."""
+        while (serving := self.serving) is not None and serving.references:
+            first = runtime.first([reference, *serving.references])
+            if first is reference:
+                break
+            # What it reads has arrived.
+            self.serving = None
+            try:
+                serving.arrived(first)
+            finally:
+                self.serving = serving
+        return runtime.wait(reference)
 
     @contextmanager
     def holding(self, turn: Callable[[Call], None]) -> Iterator[None]:
@@ -192,18 +243,34 @@ class Outbox:
                 "made the call, has not had its turn"
             )
         turn(call)
-        # The call may have been that of an earlier step.
-        if call.step < self._writing:
+        # The call may have been free, or one of an earlier step.
+        if self._released < self._writing:
             self._turn = turn
+
+    def has(self, call: Call) -> bool:
+        """Return whether a call is held."""
+        return any(one.reply.call is call for held in self._held for one in held.calls)
+
+    def free(self, step: int) -> None:
+        """Submit the held calls of a step that need not wait for its turn."""
+        kept = []
+        for held in self._held:
+            inputs = (one for call in held.calls for one in call.inputs)
+            if held.free and held.step == step and not any(one.held for one in inputs):
+                held.submit()
+            else:
+                kept.append(held)
+        self._held = kept
 
     def release(self, step: int) -> None:
         """Submit the held calls of the steps up to this one, in the order they were made in."""
+        self._released = step
         if step >= self._writing:
             self._turn = None
-        due = [call for call in self._held if call.reply.call.step <= step]
+        due = [held for held in self._held if held.step <= step]
         self._held = self._held[len(due) :]
-        for call in due:
-            call.submit()
+        for held in due:
+            held.submit()
 
     def drop(self) -> None:
         """Forget the held calls: their steps will not have their turn."""

@@ -234,6 +234,22 @@ class Job:
         return frozenset(self.pools) - trained
 
     @property
+    def carried(self) -> frozenset[str]:
+        """The trained roles whose responses may outlive a generation phase, or newer weights."""
+        run = self.run
+        recomputes = run.in_flight == "recompute" or (
+            run.in_flight == "auto" and run.max_staleness > 1
+        )
+        return frozenset(
+            name
+            for name, model in self.models.items()
+            if run.max_staleness
+            and name in self.trained
+            and model.spec.engine is not None
+            and (model.rollout_pool is None or recomputes)
+        )
+
+    @property
     def reward_pool(self) -> str:
         """The pool of rewards without one: the main one.
 

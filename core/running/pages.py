@@ -22,6 +22,10 @@ weights (core/workers/carried.py):
 
     ranks       generated: page s to its end, s + 1 in part | page s trained | page s + 1 to its ...
 
+Engines in a pool of their own that take newer weights while they generate (run.in_flight) do both:
+they work on the pages s + 1 to s + k while page s is trained (core/running/serving.py), and what is
+under way at the end of page s goes on by its weights.
+
 A page that reads a result of its own turn while it is written takes the turn there; what it
 generates after that is by the present weights.
 """
@@ -46,9 +50,11 @@ from hybridflow.core.contracts.runtime import Traffic
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.core.groups.group import Future, WorkerGroup
 from hybridflow.core.groups.outbox import Call
+from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import Ahead
 from hybridflow.core.running.probes import Probes
 from hybridflow.core.running.run import Run
+from hybridflow.core.running.serving import Serving
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.gradients import OLDEST, WEIGHT
@@ -134,14 +140,19 @@ class Pages:
         self.lag = run.job.run.max_staleness
         """The number of pages by which the engines' weights may be behind; 0: none is written
         ahead."""
-        self.carried = frozenset(_carried(run)) if self.lag else frozenset()
-        """The roles whose engines take turns with the training."""
+        self.carried = run.job.carried
+        """The roles whose responses may outlive a generation phase, or newer weights."""
         self.written: deque[Page] = deque()
         """The pages that have not ended, from the oldest one; each has been written, or is."""
-        for rollout in run.session.rollouts.values():
+        rollouts = run.session.rollouts
+        for rollout in rollouts.values():
             rollout.ahead = self.lag > 0
         self._end = end
         self._outbox = run.session.outbox
+        apart = [rollouts[role].engines for role in sorted(self.carried & rollouts.keys())]
+        # Where one call is made after the other, nothing is done while the controller waits.
+        overlaps = registry().runtime_capabilities(run.job.runtime).max_ranks != 1
+        self._serving = Serving(apart if overlaps else [], self._outbox) if apart else None
         self._published: dict[tuple[str, int], int] = {}
         """(role, step) -> the version of its weights after the step, by which engines generate."""
         self._trained: dict[str, int] = {}
@@ -176,6 +187,8 @@ class Pages:
                     self._end_page()
         except PageDropped:
             pass
+        finally:
+            self._outbox.serving = None
         if self._failure is not None:
             raise self._failure
 
@@ -194,6 +207,7 @@ class Pages:
                 else:
                     with self._outbox.holding(lambda read: self._demanded(page, read)):
                         self.algorithm.step(page.ctx)
+            self._serve()
         except Exception as error:
             if page.turned:
                 raise
@@ -210,10 +224,16 @@ class Pages:
     def _demanded(self, page: Page, read: Call) -> None:
         """Bring about the turn of a held call that a page reads while it is written.
 
-        Raises PageDropped if the page will not have its turn.
+        A call that need not have its turn is sent, beside the turn of the oldest page. Raises
+        PageDropped if the page will not have its turn.
         """
         began = time.perf_counter()
         try:
+            if self._serving is not None:
+                self._turn(self.written[0])
+                self._outbox.free(read.step)
+                if not self._outbox.has(read):
+                    return
             while self.written[0].step < read.step:
                 self._turn(self.written[0])
                 self._end_page()
@@ -236,6 +256,12 @@ class Pages:
                 if generation.version is None:
                     generation.version = generation.rollout.version
             self._outbox.release(page.step)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Have the engines work on what is opened, while the controller waits."""
+        if self._serving is not None:
+            self._serving.wake()
 
     def _end_page(self) -> None:
         """End the oldest page, all calls of which are on their way.
@@ -318,7 +344,9 @@ class Pages:
             self._group(role).carry_on(kept.carried[role], published).result()
 
     def _group(self, role: str) -> WorkerGroup:
-        return self.run.session.groups[role][1]
+        """Return the group that generates for a role."""
+        rollout = self.run.session.rollouts.get(role)
+        return self.run.session.groups[role][1] if rollout is None else rollout.engines
 
     @contextmanager
     def charged(self, page: Page) -> Iterator[None]:
@@ -458,6 +486,8 @@ class Pages:
         self._published_at = time.perf_counter()
 
     def _sync(self) -> None:
+        if self._serving is not None:
+            self._serving.pause()
         for name, rollout in self.run.session.rollouts.items():
             before = rollout.version
             rollout.sync()
@@ -472,9 +502,11 @@ class Pages:
                     f"{version}, and the step ended with {self._trained[name]}: a later step was "
                     "trained before its turn; this is an error in hybridflow"
                 )
+            if name in self.carried:
+                rollout.engines.publish(self.run.step, version).result()
             self._publish(name, version)
         # Engines that take turns with the training get the weights as they generate.
-        for name in self.carried:
+        for name in self.carried - self.run.session.rollouts.keys():
             version = self._trained.get(name)
             self._publish(
                 name, self._group(name).version().result() if version is None else version
@@ -515,11 +547,3 @@ def read_kept(run: Run, folder: Path, ahead: Ahead) -> Kept:
         if batch is not None:
             _ = batch.metrics  # waits, and raises
     return Kept(ahead.staleness, ahead.published, replays, carried)
-
-
-def _carried(run: Run) -> Iterator[str]:
-    """Yield the trained roles that generate by engines of their own ranks."""
-    for name, placed in run.job.models.items():
-        generates = placed.spec.engine is not None and placed.rollout_pool is None
-        if generates and name in run.job.trained:
-            yield name

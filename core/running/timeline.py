@@ -13,6 +13,11 @@ from hybridflow.core.groups.outbox import Call
 CONTROLLER = "controller"
 SHORT_S = 0.001
 """Waits and parts of calls that are shorter, in seconds, are left out."""
+MOMENTS = "advance"
+"""Calls that are moments of one piece of work (serving.py), and become one where they follow each
+other."""
+BETWEEN_S = 0.01
+"""The most seconds between two moments."""
 
 
 class Timeline:
@@ -22,13 +27,22 @@ class Timeline:
         self._calls: list[Call] = []
         self._last: dict[str, float] = {}
         """Process -> when its last call ended."""
+        self._moments: dict[str, Call] = {}
+        """Process -> the last of its moments."""
 
     def add(self, call: Call) -> None:
         """Add a call whose reply was read."""
+        if call.method == MOMENTS:
+            last = self._moments.get(_process(call))
+            if last is not None and _goes_on(last, call):
+                last.ended = call.ended
+                return
+            self._moments[_process(call)] = call
         self._calls.append(call)
 
     def take(self, step: int | None = None) -> Taken:
         """Return the calls so far of the steps up to `step` (None: all), and forget them."""
+        self._moments = {}
         taken = [call for call in self._calls if step is None or call.step <= step]
         self._calls = [] if step is None else [call for call in self._calls if call.step > step]
         calls = sorted(taken, key=lambda call: call.started)
@@ -73,6 +87,12 @@ class Taken:
     phases: dict[str, float]
     """role/method -> seconds of the busiest rank."""
     spans: Sequence[Span]
+
+
+def _goes_on(moment: Call, later: Call) -> bool:
+    """Return whether two moments of one process are of one piece of work."""
+    same = moment.step == later.step and moment.role == later.role
+    return same and 0 <= later.started - moment.ended <= BETWEEN_S
 
 
 def _process(call: Call) -> str:

@@ -60,17 +60,14 @@ def generate_rows(
     return _generated(completions, engine, started)
 
 
-def collect_rows(
-    engine: RolloutEngine, batch: Batch, step: int, carried: Carried, version: int
-) -> Batch:
+def collect_rows(engine: RolloutEngine, batch: Batch, step: int, carried: Carried) -> Batch:
     """Complete rows that are open, those of other steps beside them: the columns COLLECTED.
 
-    step: whose turn it is; version: that of the engine's weights.
+    step: the one that trains on them.
     """
     started = time.perf_counter()
-    carried.begin(step, version)
     rows = torch.as_tensor(batch["sample_id"].values).tolist()
-    completions = carried.collect(engine, rows)
+    completions = carried.collect(engine, rows, step)
     generated = _generated(completions, engine, started)
 
     made_by = generated["weight_version"]

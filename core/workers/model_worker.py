@@ -40,7 +40,6 @@ from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import failed_rows
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.agreement import disagreement
-from hybridflow.core.workers.carried import Carried
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.generation import (
     COLLECTED,
@@ -51,9 +50,6 @@ from hybridflow.core.workers.generation import (
     collect_rows,
     generate_episodes,
     generate_rows,
-    opened_requests,
-    rows_of,
-    unfinished_of,
 )
 from hybridflow.core.workers.gradients import (
     BASE,
@@ -70,7 +66,7 @@ from hybridflow.core.workers.micro_batch import (
     plan_micro_batches,
     unpad,
 )
-from hybridflow.core.workers.pool_member import PoolMember
+from hybridflow.core.workers.opens_rows import OpensRows
 from hybridflow.core.workers.residents import Residents
 
 OPTIMIZER_STEPS = "optimizer_steps"
@@ -96,7 +92,7 @@ def _one_column(batch: Batch, column: str) -> Sequence[str]:
     return (column,)
 
 
-class ModelWorker(PoolMember):
+class ModelWorker(OpensRows):
     """One rank of a model role.
 
     Its registered methods are the verbs of a role: generate, logprobs, values, score, loss, update
@@ -118,12 +114,11 @@ class ModelWorker(PoolMember):
         self.sync_peak = Peak()
         self._brought: int | None = None
         """The version of the weights that engines got last."""
-        self.carried = Carried()
         self.residents: Residents = context.shared.setdefault("residents", Residents())
 
         # Further columns that the backend reads, and that the engine is sent.
         self._reads = registry().training_capabilities(role.backend).extras
-        self._sends = (
+        self.sends = (
             registry().engine_capabilities(role.engine).extras if role.engine else frozenset()
         )
 
@@ -348,7 +343,7 @@ class ModelWorker(PoolMember):
         The weights are synced first if the trainer's are newer. A column max_tokens has each row's
         own limit; without it that is sampling.max_tokens.
         """
-        verb = partial(generate_rows, extras=self._sends)
+        verb = partial(generate_rows, extras=self.sends)
         return self._generated(verb, batch, sampling, seed)
 
     @register(Protocol.MICRO_DP, reads=EPISODE_READS, writes=EPISODE_COLUMNS)
@@ -356,37 +351,25 @@ class ModelWorker(PoolMember):
         """Generate responses in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         verb = partial(
-            generate_episodes, episodes=self.driver, context=self.context, extras=self._sends
+            generate_episodes, episodes=self.driver, context=self.context, extras=self.sends
         )
         return self._generated(verb, batch, sampling, seed)
 
     # Of responses that outlive a generation phase (carried.py)
-    @register(Protocol.MICRO_DP, reads=GENERATE_READS, early=True)
-    def open(self, batch: Batch, sampling: SamplingParams, seed: int) -> None:
-        """Take prompts whose responses are generated beside others, until they are collected."""
-        self.carried.open(opened_requests(batch, sampling, seed, self._sends))
-
     @register(Protocol.MICRO_DP, reads=("sample_id",), writes=COLLECTED)
     def collect(self, batch: Batch, step: int) -> Batch:
         """Generate until the responses of these opened rows are complete, and return them.
 
         The weights are synced first if the trainer's are newer. step: the one that trains on them.
         """
-        verb = partial(collect_rows, carried=self.carried, version=self.backend.version)
-        return self._generated(verb, batch, step)
+        self.carried.publish(step - 1, self.backend.version)
 
-    @register(Protocol.MICRO_DP, same_rows=False)
-    def unfinished(self) -> Batch:
-        """Return what there is of the open rows, for a checkpoint."""
-        return rows_of(self.carried.unfinished())
+        def verb(engine: RolloutEngine, rows: Batch) -> Batch:
+            collected = collect_rows(engine, rows, step, self.carried)
+            self.carried.stop(engine)
+            return collected
 
-    @register(Protocol.ONE_TO_ALL)
-    def carry_on(self, rows: Batch, published: Mapping[int, int]) -> None:
-        """Take what a checkpoint has of rows that will be opened again.
-
-        published: step -> the version of the weights after it.
-        """
-        self.carried.load(unfinished_of(rows), published)
+        return self._generated(verb, batch)
 
     def _generated(self, verb: Callable[..., Batch], batch: Batch, *how: Any) -> Batch:
         """Generate with the present weights, then free the engine's memory unless it is kept.

@@ -22,17 +22,19 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.generation import (
+    COLLECTED,
     EPISODE_COLUMNS,
     EPISODE_READS,
     GENERATE_READS,
     GENERATED,
+    collect_rows,
     generate_episodes,
     generate_rows,
 )
-from hybridflow.core.workers.pool_member import PoolMember
+from hybridflow.core.workers.opens_rows import OpensRows
 
 
-class RolloutWorker(PoolMember):
+class RolloutWorker(OpensRows):
     """One rank of a rollout pool; core.rollouts.separate.SeparateRollout calls it."""
 
     def __init__(self, context: RankContext, role: ModelRole, driver: Episodes | None = None):
@@ -44,8 +46,7 @@ class RolloutWorker(PoolMember):
         self.role = role
         self.driver = driver
         assert role.engine is not None
-        # Further columns that the engine declares, which are sent with its requests.
-        self._sends = registry().engine_capabilities(role.engine).extras
+        self.sends = registry().engine_capabilities(role.engine).extras
         self.engine = build_engine(role.engine, role.model, role.engine_config, context, role.logs)
 
     def close(self) -> None:
@@ -66,7 +67,8 @@ class RolloutWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def begin_update(self, version: int) -> None:
-        """Begin the engine's update to the weights of `version`."""
+        """Begin the engine's update to the weights of `version`; open rows wait for its end."""
+        self.carried.stop(self.engine)
         self.engine.begin_update(version)
 
     @register(Protocol.ONE_TO_ALL)
@@ -99,15 +101,38 @@ class RolloutWorker(PoolMember):
         """Generate responses in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         made = generate_episodes(
-            self.engine, batch, sampling, seed, self.driver, self.context, self._sends
+            self.engine, batch, sampling, seed, self.driver, self.context, self.sends
         )
         return _with_versions(made) if self.role.ahead else made
 
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses to the rows' prompts, with the weights of the last sync."""
-        made = generate_rows(self.engine, batch, sampling, seed, self._sends)
+        made = generate_rows(self.engine, batch, sampling, seed, self.sends)
         return _with_versions(made) if self.role.ahead else made
+
+    # Of responses that newer weights go on with (carried.py)
+    @register(Protocol.MICRO_DP, reads=("sample_id",), writes=COLLECTED, late=True)
+    def collect(self, batch: Batch, step: int) -> Batch:
+        """Return the responses of these opened rows; generate until they are complete.
+
+        step: the one that trains on them.
+        """
+        return collect_rows(self.engine, batch, step, self.carried)
+
+    @register(Protocol.ONE_TO_ALL)
+    def advance(self, most: int) -> tuple[bool, list[int]]:
+        """Let the engine work on the open rows, at most so many times.
+
+        Return whether some are under way after that, and the steps whose rows are complete.
+        """
+        return self.carried.advance(self.engine, most), self.carried.complete_steps()
+
+    @register(Protocol.ONE_TO_ALL)
+    def publish(self, step: int, version: int) -> None:
+        """Note the version of the weights after a step; open rows wait for the next call."""
+        self.carried.stop(self.engine)
+        self.carried.publish(step, version)
 
 
 def _with_versions(generated: Batch) -> Batch:

@@ -6,7 +6,7 @@ Models have two layers, prompts are two-digit sums.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,13 @@ class TinyRun:
         self.algorithm.step(self.ctx)
         return self.ctx.finish().values()
 
-    def steps(self, count: int) -> list[dict[str, float]]:
-        """Take steps as the controller does, ahead with run.max_staleness; return their metrics."""
+    def steps(
+        self, count: int, at_end: Callable[[], object] = lambda: None
+    ) -> list[dict[str, float]]:
+        """Take steps as the controller does, ahead with run.max_staleness; return their metrics.
+
+        at_end: called as each of them has ended.
+        """
         steps = self.ctx.step + count
         job = attrs.evolve(self.job, run=attrs.evolve(self.job.run, steps=steps))
         run = Run(job, self.session, self.ctx, checkpoints_of(job), step=self.ctx.step)
@@ -134,6 +139,7 @@ class TinyRun:
             metrics.append(pages.finish(page).values())
             run.step = self.ctx.step = page.step
             pages.publish()
+            at_end()
             return run.step < steps
 
         pages = Pages(run, self.algorithm, end)

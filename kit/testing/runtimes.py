@@ -68,6 +68,24 @@ class RuntimeConformance:
             likely="a process runs messages in several threads",
         )
 
+    def test_of_several_replies_one_that_is_there_is_told(self, groups, runtime):
+        """One rank sleeps, and the other's reply is told first, where the runtime can tell."""
+        if type(runtime).first is Runtime.first:
+            pytest.skip("it does not tell which reply is there")
+
+        group = groups("probe", ranks=2)
+        calls = [
+            group.call_on([rank], "note", 1, seconds) for rank, seconds in ((0, 1.5), (1, 0.0))
+        ]
+        slow, quick = (call.replies[0].reference for call in calls)
+        told = runtime.first([slow, quick])
+        require(
+            told == quick and [call.result() for call in calls] == [[10], [11]],
+            got="of two replies the one was told whose rank sleeps",
+            expected="the other one: it is there",
+            likely="first returns the first of the replies",
+        )
+
     def test_rows_are_split_and_come_back_in_order(self, groups):
         """A batch is split over two ranks, which double its rows."""
         # Even, uneven, and with nothing for the second rank.

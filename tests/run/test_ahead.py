@@ -12,7 +12,8 @@ import time
 import uuid
 
 import pytest
-from helpers.tiny import exported, learning, marked, ran_here, write
+from helpers.paths import matrix
+from helpers.tiny import exported, learning, marked, metrics, ran_here, write
 
 AHEAD = [
     "pools={main=[1], engines=[1]}",
@@ -87,3 +88,17 @@ def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     lags = [row["actor/staleness"] for row in learning(cut / "runs/tiny")]
     assert lags == [0.0] + [1.0] * (steps - 1)
+
+
+@matrix
+@pytest.mark.timeout(300)
+def test_engines_that_never_stop_keep_their_bound_and_go_on_after_a_checkpoint(tmp_path):
+    write(tmp_path)
+    settings = [*AHEAD, "pools.engines=[2]", "run.max_staleness=2", "sampling.max_tokens=16"]
+    ran_here(tmp_path, *settings, "run.steps=5")
+    ran_here(tmp_path, *settings, "run.steps=9", "--resume")
+    rows = metrics(tmp_path / "runs/tiny")
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    lags = [row["actor/staleness_max"] for row in rows]
+    assert max(lags) == 2 and lags[0] == 0
+    assert all(row["actor/mismatch_mean"] < 1e-5 for row in rows)

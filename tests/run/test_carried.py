@@ -18,12 +18,22 @@ from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.runs import TinyRun
+from hybridflow.settle.stages import overlay
 
 SIZES = {"prompts_per_step": 4, "group_size": 4, "mini_batch_size": 8, "correction": "truncate"}
 UPDATES = 2
 """Optimizer steps of a step."""
 ROWS = 16
 STILL = {"actor": {"optimizer": {"lr": 1e-30}}}
+PLACES = {
+    "with the training": {},
+    "apart": {
+        "pools": {"main": [1], "engines": [1]},
+        "actor": {"generation": {"pool": "engines"}},
+        "run": {"in_flight": "recompute"},
+    },
+}
+"""Where the engines are. One call after the other, those apart generate in the same turns, in the embedded engine."""
 
 
 def lengths_of(step: int) -> np.ndarray:
@@ -93,11 +103,14 @@ def synchronous():
     return drive(0, 6, STILL)[2]
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("staleness", "place"),
+    [(1, "with the training"), (2, "with the training"), (4, "with the training"), (1, "apart"), (4, "apart")],
+)  # fmt: skip
 def test_each_token_is_made_in_the_turn_of_a_simulation_and_is_the_synchronous_runs(
-    staleness, synchronous
+    staleness, place, synchronous
 ):
-    driven, _, seen = drive(staleness, 6, STILL)
+    driven, _, seen = drive(staleness, 6, overlay(PLACES[place], STILL))
     turns = simulated(staleness, 6)
     for step, rows in enumerate(turns):
         lags = [[step + 1 - turn for turn in row] for row in rows]
@@ -133,7 +146,8 @@ def test_two_runs_are_equal_and_each_drawn_row_is_trained_once():
     assert sums != drive(0, 5, once)[1]
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_resumed_run_has_the_same_bits(tmp_path, place):
     def at_two(run: Run) -> bool:
         if run.step == 2:
             checkpoint(run, driven_pages[-1])
@@ -146,7 +160,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
             super().__init__(*args)
             driven_pages.append(self)
 
-    folder = {"run": {"folder": str(tmp_path / "run")}}
+    folder = overlay(PLACES[place], {"run": {"folder": str(tmp_path / "run")}})
     whole, sums, seen = drive(2, 6, folder, at_end=at_two, pages=Noted)
     assert any(len(row) > 0 and row[0] > 0 for row in seen[2]["lag"])  # begun before the checkpoint
     resumed, again, rest = drive(2, 6, folder, resume=True)
@@ -158,14 +172,15 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         }
 
     # With a smaller bound, or none, what is older is not taken.
-    for staleness in (1, 0):
+    for staleness in (1, 0) if place == "with the training" else (1,):
         resumed, _, rest = drive(staleness, 6, folder, resume=True)
         assert all(
             metrics.get("actor/staleness_max", 0) <= staleness for metrics in resumed.metrics
         )
 
 
-def test_validation_between_steps_changes_nothing():
+@pytest.mark.parametrize("place", PLACES)
+def test_validation_between_steps_changes_nothing(place):
     def validated(run: Run) -> bool:
         counters = dict(run.ctx.counters)
         prompts = run.session.rows("train", 0, 4).select(["prompt_ids", "group", "meta"])
@@ -175,7 +190,8 @@ def test_validation_between_steps_changes_nothing():
         run.ctx.counters.update(counters)
         return True
 
-    assert drive(2, 4, {}, at_end=validated)[1] == drive(2, 4, {})[1]
+    tables = PLACES[place]
+    assert drive(2, 4, tables, at_end=validated)[1] == drive(2, 4, tables)[1]
 
 
 def test_a_run_that_ends_early_has_the_state_from_before_the_pages_ahead():
@@ -202,6 +218,13 @@ def test_pages_of_several_kinds_run(name):
     assert (max(metrics["actor/staleness_max"] for metrics in driven.metrics) == 0) == (
         name == "dapo"
     )
+
+
+def test_apart_a_page_that_reads_its_scores_is_generated_by_older_weights_too():
+    dapo = {"algorithm": {"name": "dapo", "group_size": 4, "mini_batch_size": 0}}
+    driven, _, _ = drive(2, 5, overlay(PLACES["apart"], dapo))
+    lags = [metrics["actor/staleness_max"] for metrics in driven.metrics]
+    assert lags == [0, 1, 2, 2, 2] and driven.said == []
 
 
 def test_engines_with_other_weights_in_a_later_phase_end_the_run(monkeypatch):
@@ -231,7 +254,16 @@ def test_engines_with_other_weights_in_a_later_phase_end_the_run(monkeypatch):
         assert run.worker("actor").backend.version == before
 
 
-def test_keys_and_values_of_older_weights_end_the_run(monkeypatch):
+def engine_of(run: TinyRun) -> Any:
+    rollout = run.session.rollouts.get("actor")
+    if rollout is None:
+        return run.worker("actor").engine
+    process: Any = rollout.engines.pool.processes[0]
+    return process.host.workers["actor.rollout"].engine
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_keys_and_values_of_older_weights_end_the_run(monkeypatch, place):
     def stale(engine) -> None:
         """Let whatever enters later phases have the keys and values that the first weights give."""
         views = [
@@ -254,12 +286,12 @@ def test_keys_and_values_of_older_weights_end_the_run(monkeypatch):
 
         monkeypatch.setattr(engine.decoder, "admit", admits)
 
-    moving = {"actor": {"optimizer": {"lr": 0.01}}}
+    moving = overlay(PLACES[place], {"actor": {"optimizer": {"lr": 0.01}}})
     with tiny(2, **moving) as run:
-        stale(run.worker("actor").engine)
+        stale(engine_of(run))
         with pytest.raises(
             WorkerError,
-            match="logprobs of the rollout engine and of the trainer, of the same tokens",
+            match="logprobs of the rollout engine and of the trainer, of",
         ):
             Driven(run, steps=5)
     assert len(drive(2, 5, moving)[0].metrics) == 5

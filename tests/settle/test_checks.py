@@ -89,7 +89,7 @@ APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
 CORRECTED = "algorithm.correction=mask"
 
 
-def test_older_weights_need_a_correction_and_engines_of_their_own_are_one_step_ahead():
+def test_older_weights_need_a_correction():
     plain = problem("run.max_staleness=1", *APART)
     assert problem("run.max_staleness=1") == plain
     assert 'set algorithm.correction = "truncate", or "mask"' in plain
@@ -99,8 +99,40 @@ def test_older_weights_need_a_correction_and_engines_of_their_own_are_one_step_a
     assert (now.reward_pool, now.data_pool) == ("main", "main")
     assert now.untrained_pools == {"engines"}
     assert job("run.max_staleness=4", CORRECTED).reward_pool == "main"
-    two = problem("run.max_staleness=2", CORRECTED, *APART)
-    assert "engines in a pool of their own (actor) are at most 1 step ahead; set 1" in two
+    assert "sequences may be at most 4 steps ahead" in problem("run.max_staleness=5", CORRECTED)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "staleness", "apart", "carried"),
+    [
+        ("auto", 0, True, False),
+        ("auto", 1, True, False),
+        ("no", 1, True, False),
+        ("recompute", 1, True, True),
+        ("auto", 2, True, True),
+        ("recompute", 0, True, False),
+        ("auto", 1, False, True),
+    ],
+)
+def test_responses_go_on_by_newer_weights_where_these_may_come_meanwhile(
+    in_flight, staleness, apart, carried
+):
+    settings = [f"run.in_flight={in_flight}", f"run.max_staleness={staleness}", CORRECTED]
+    made = job(*settings, *(APART if apart else ()))
+    assert made.carried == ({"actor"} if carried else set())
+
+
+def test_what_newer_weights_cannot_do_is_refused():
+    no = problem("run.max_staleness=2", "run.in_flight=no", CORRECTED, *APART)
+    assert 'run.in_flight: is "no", and run.max_staleness is 2' in no
+    made = job("run.max_staleness=2", CORRECTED, *APART)
+    played = attrs.evolve(made, environment=EnvironmentSection(name="tools"))
+    [(key, said)] = staleness(played)
+    assert key == "run.in_flight" and "turns of an environment cannot go on" in said
+    repeated = ["run.deterministic=true", CORRECTED, *APART]
+    job("run.max_staleness=1", *repeated)
+    varies = problem("run.max_staleness=2", *repeated)
+    assert "run.deterministic: is true, and which tokens are made by which weights" in varies
 
 
 def test_turns_of_an_environment_are_not_carried_over():

@@ -29,6 +29,11 @@ class Notes(Worker):
     def note(self, batch: Batch, name: str) -> None:
         RAN.append(f"{name}{self.rank}")
 
+    @register(Protocol.THREE_D, reads=("x",), writes=("x",), late=True)
+    def gather(self, batch: Batch, name: str) -> Batch:
+        RAN.append(f"{name}{self.rank}")
+        return Batch({"x": batch["x"].values + 1})
+
     @register(Protocol.THREE_D, same_rows=False)
     def count(self, batch: Batch, name: str) -> int:
         RAN.append(f"{name}{self.rank}")
@@ -169,3 +174,68 @@ def test_calls_of_a_step_without_a_turn_are_never_made(made):
     with pytest.raises(HybridFlowError, match=r"result of trained\.add is read, and step 7"):
         lost["x"]
     assert RAN == []
+
+
+def test_a_late_call_and_what_needs_it_wait_until_they_are_free(made):
+    outbox, free, trained = made
+    outbox.step = 2
+    with outbox.holding(unread):
+        late = free.gather(rows(1.0, 2.0), "late")
+        needs = free.add(late, "needs")
+        turn = trained.add(needs, "turn")
+        after = free.add(turn, "after")
+        assert RAN == [] and is_held(late) and is_held(needs)
+        outbox.free(1)  # of another step
+        assert RAN == []
+        outbox.free(2)
+        assert needs["x"].values.tolist() == [3.0, 4.0]
+        assert sorted(RAN) == ["late0", "late1", "needs0", "needs1"]
+        assert is_held(turn) and is_held(after)
+    outbox.release(2)
+    assert after["x"].values.tolist() == [5.0, 6.0]
+    # In its turn a late call goes out at once.
+    assert free.gather(rows(7.0, 8.0), "now")["x"].values.tolist() == [8.0, 9.0]
+
+
+def test_a_late_call_that_is_read_need_not_have_its_turn(made):
+    outbox, free, trained = made
+    demanded = []
+
+    def turn(call) -> None:
+        demanded.append(outbox.has(call))
+        outbox.free(call.step)
+
+    outbox.step = 1
+    with outbox.holding(turn):
+        held = trained.add(rows(0.0), "held")
+        for _ in range(2):  # its step goes on holding what it must
+            assert free.gather(rows(1.0), "late")["x"].values.tolist() == [2.0]
+        assert is_held(held) and demanded == [True, True]
+    assert sorted(RAN) == ["late0", "late0", "late1", "late1"]
+
+
+class Counts:
+    """Serves a number of replies that are there before the one that is waited for."""
+
+    def __init__(self, references):
+        self.references, self.taken = list(references), []
+
+    def arrived(self, reference):
+        self.references.remove(reference)
+        self.taken.append(reference)
+
+
+def test_others_are_served_while_a_reply_is_waited_for():
+    class Runtime:
+        def first(self, replies):
+            return min(replies)
+
+        def wait(self, reply):
+            return (bytes([reply]), [], False)
+
+    outbox = Outbox()
+    assert outbox.wait(Runtime(), 3) == (b"\3", [], False)
+    outbox.serving = serving = Counts([2, 1, 4])
+    assert outbox.wait(Runtime(), 3) == (b"\3", [], False)
+    assert serving.taken == [1, 2] and serving.references == [4]
+    assert outbox.serving is serving

@@ -64,3 +64,24 @@ def test_a_wait_has_the_last_of_those_whose_results_were_needed_as_its_cause():
     [span] = timeline.take().spans
     assert (span.waited, span.waited_for) == (pytest.approx(1.9), "controller")
     assert updated.after == ()
+
+
+def test_moments_of_one_piece_of_work_are_one_span():
+    timeline = Timeline()
+    for rank, started, ended in ((0, 1.0, 1.1), (1, 1.0, 1.1), (0, 1.101, 1.2), (0, 1.205, 1.3)):
+        timeline.add(call("actor.rollout", "advance", rank, started, ended))
+    timeline.add(call("actor.rollout", "advance", 0, 1.5, 1.6))  # not at once
+    timeline.add(call("actor.rollout", "collect", 0, 1.6, 1.7))
+    timeline.add(call("actor.rollout", "collect", 0, 1.7, 1.8))
+    taken = timeline.take()
+    spans = [(one.process, one.name, one.start, one.start + one.seconds) for one in taken.spans]
+    assert sorted(spans) == [
+        ("main/0", "advance", 1.0, pytest.approx(1.3)),
+        ("main/0", "advance", 1.5, pytest.approx(1.6)),
+        ("main/0", "collect", 1.6, pytest.approx(1.7)),
+        ("main/0", "collect", 1.7, pytest.approx(1.8)),
+        ("main/1", "advance", 1.0, pytest.approx(1.1)),
+    ]
+    # What comes later is of the next step.
+    timeline.add(call("actor.rollout", "advance", 0, 1.601, 1.7))
+    assert [span.start for span in timeline.take().spans] == [1.601]

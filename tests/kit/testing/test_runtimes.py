@@ -96,6 +96,11 @@ class SwapsReplies(BrokenRuntime):
         return super().wait(sent[sent.index(reply) ^ 1] if reply in sent else reply)
 
 
+class TellsTheFirst(InlineRuntime):
+    def first(self, replies):
+        return replies[0]
+
+
 class LosesErrors(BrokenRuntime):
     """A failed call is an error of the runtime's own, without its place."""
 
@@ -120,6 +125,7 @@ class DropsProcesses(BrokenRuntime):
 FAULTS = {
     "test_results_come_back_from_every_rank": [RanksInAnotherOrder],
     "test_calls_run_in_the_order_in_which_they_were_sent": [ScrambledRuntime],
+    "test_of_several_replies_one_that_is_there_is_told": [TellsTheFirst],
     "test_rows_are_split_and_come_back_in_order": [SwapsReplies],
     "test_a_result_goes_to_another_pool_by_reference": [CountsNothing],
     "test_what_the_controller_reads_is_counted": [CountsNothing],

@@ -1,0 +1,204 @@
+"""Engines in a pool of their own that take newer weights while they generate (run.in_flight = "recompute"), beside steps that
+are generated and trained one after the other.
+
+python bench/in_flight.py                    all parts; about twelve minutes
+python bench/in_flight.py --schedules 300    so many random schedules, in place of 12
+
+On two cores real work of engine and trainer does not fit side by side, so that engine and loss sleep in its place: it shows the
+order of the calls, under the real controller, on Ray. The engine makes a token per step for as many sequences as it has places
+for; lengths are drawn from a lognormal distribution, sigma 1.
+
+steps        seconds of a step, places for one step's sequences (the bars); mean trained length
+limit        places for a quarter of a step's sequences, so that engines are the limit: the share of time in which they work
+schedules    drawn bounds, sizes, replicas, lengths and naps, with the embedded engine: no token lags by more than the bound,
+             every drawn row is trained once, and the tokens, by weights that do not move, are those of a run without a bound;
+             some token lags by each bound
+
+One JSON line per figure; exits 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+import ahead
+import attrs
+import numpy as np
+import torch
+from ahead import LONGEST, RAY
+from carried import SAME_LENGTH, SimulatedEngine
+from common import emit, register_engine
+
+from hybridflow.kit.testing.runs import MODEL, TinyRun
+from hybridflow.settle.stages import overlay
+
+BARS = {1: 1.6, 2: 2.2, 4: 3.2}
+"""run.max_staleness -> how many times faster a step is."""
+BUSY = 0.95
+STEP_S, TRAIN_S = 0.004, 0.4
+"""Seconds of the engine's step, and of the loss."""
+PROMPTS, GROUP = 16, 4
+ROWS = PROMPTS * GROUP
+FIRST, STEPS = 4, 16
+"""Steps are counted from step FIRST on."""
+
+
+class SleepingEngine(SimulatedEngine):
+    def advance(self):
+        time.sleep(STEP_S)
+        return super().advance()
+
+
+class Trains(ahead.Sleeps):
+    seconds = TRAIN_S
+
+
+class Tailed(ahead.Tailed):
+    loss = Trains
+
+
+class Short(ahead.Sleeps):
+    seconds = 0.02
+
+
+class Quick(ahead.Tailed):
+    loss = Short
+
+
+class Drawn(ahead.NapsGRPO):
+    """Responses with lengths of their own; what it has generated is kept."""
+
+    made: list[Any]
+
+    def step(self, ctx):
+        prompts = ctx.prompts(self.config.prompts_per_step).repeat(self.config.group_size)
+        draws = np.random.default_rng(ctx.step).lognormal(1.5, 1.0, prompts.rows)
+        lengths = torch.from_numpy(np.clip(draws, 1, 24).astype(np.int64))
+        sampling = attrs.evolve(ctx.sampling, ignore_stop=True)
+        batch = ctx.actor.generate(prompts.with_columns(max_tokens=lengths), sampling=sampling)
+        self.made.append(batch)
+        batch = batch.join(ctx.reward.score(batch), ctx.actor.logprobs(batch))
+        advantages = ctx.compute(self.advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update((mini, self.losses()["actor"]))
+
+
+def apart(staleness: int, algorithm: dict[str, Any], **tables: Any) -> TinyRun:
+    """A run on Ray with engines in a pool of their own."""
+    run = {"max_staleness": staleness, "samples": 0, **tables.pop("run", {})}
+    if staleness:
+        run |= {"in_flight": "recompute"}
+    return TinyRun(algorithm, overlay({**ahead.APART, **RAY}, {"run": run, **tables}))
+
+
+def timed(staleness: int, name: str, places: int) -> tuple[float, float, float]:
+    """(seconds of a step, share of them in which the engine works, mean length of a response)."""
+    algorithm = {"name": name, "prompts_per_step": PROMPTS, "group_size": GROUP}
+    algorithm |= {"correction": "truncate"}
+    model = {"config": {**MODEL, "max_position_embeddings": 512}}
+    ends: list[float] = []
+    tables = {
+        "run": {"mismatch_stop": float("inf")},
+        "actor": {"model": model, "micro_batch_tokens": 20_000},
+        "sampling": {"max_tokens": LONGEST},
+        "rollout": {"name": "sleeping", "places": places},
+    }
+    with apart(staleness, algorithm, **tables) as run:
+        metrics = run.steps(STEPS, at_end=lambda: ends.append(time.perf_counter()))
+    counted = metrics[FIRST:]
+    assert all(values.get("actor/staleness_max", 0.0) <= staleness for values in metrics)
+    took = ends[-1] - ends[FIRST - 1]
+    busy = STEP_S * sum(values["actor/engine_steps"] for values in counted) / took
+    length = float(np.mean([values["actor/response_length"] for values in counted]))
+    return took / len(counted), busy, length
+
+
+def steps() -> bool:
+    met = True
+    found = {k: timed(k, "in_flight:Tailed", ROWS) for k in (0, 1, 2, 4)}
+    for staleness, (seconds, busy, length) in found.items():
+        ratio = found[0][0] / seconds
+        met &= emit(
+            f"a step, max_staleness {staleness}", seconds, "s", ratio=ratio,
+            against="max_staleness 0", bar=BARS.get(staleness),
+        )  # fmt: skip
+        emit("share of time in which the engine works", busy, "")
+        off = abs(length / found[0][2] - 1)
+        met &= emit("mean trained length, apart by", off, "", bar=SAME_LENGTH, at_most=True)
+    return met
+
+
+def limit() -> bool:
+    seconds, busy, _ = timed(4, "in_flight:Quick", ROWS // 4)
+    emit("a step that engines limit, max_staleness 4", seconds, "s")
+    return emit("share of time in which the engine works", busy, "", bar=BUSY)
+
+
+def taken(run: TinyRun, count: int) -> tuple[list[float], list[list[int]], list[int]]:
+    """(the largest lag of each step, tokens of each response, each row's group) of some steps."""
+    run.algorithm.made = []  # type: ignore[attr-defined]
+    with run:
+        metrics = run.steps(count)
+        made = [batch.select(["response_ids", "group"]) for batch in run.algorithm.made]  # type: ignore[attr-defined]
+        tokens = [row.tolist() for batch in made for row in batch["response_ids"]]
+        groups = [group for batch in made for group in batch["group"].values.tolist()]
+    return [values.get("actor/staleness_max", 0.0) for values in metrics], tokens, groups
+
+
+def schedules(count: int) -> bool:
+    bound = once = same = 0
+    reached = set()
+    for number in range(count):
+        draws = random.Random(number)
+        staleness = 1 + number % 4
+        size = draws.choice([2, 4])
+        algorithm = {"name": "in_flight:Drawn", "prompts_per_step": draws.choice([4, 8])}
+        algorithm |= {"group_size": size, "mini_batch_size": draws.choice([0, 2 * size])}
+        algorithm |= {"correction": draws.choice(["truncate", "mask"])}
+        tables: dict[str, Any] = {
+            "sampling": {"max_tokens": 24},
+            "rollout": {"max_sequences": draws.choice([0, 6])},
+            "actor": {"optimizer": {"lr": 1e-30}},
+            "reward": {"function": "ahead:score"},
+        }
+        pools = {"pools": {"main": [1], "engines": [draws.choice([1, 2])]}}
+        run = apart(staleness, algorithm, **overlay(tables, pools))
+        lags, tokens, groups = taken(run, 8)
+        ahead.napping = False
+        _, plain, _ = taken(TinyRun(algorithm, {"run": {"samples": 0}, **tables}), 8)
+        ahead.napping = True
+
+        bound += max(lags) <= staleness
+        each = [group for group in range(len(groups) // size) for _ in range(size)]
+        once += groups == each
+        same += tokens == plain
+        reached |= {staleness} if max(lags) == staleness else set()
+        if max(lags) > staleness or groups != each or tokens != plain:
+            print(f"schedule {number}: {staleness} {algorithm} {tables}", file=sys.stderr)
+    met = emit("schedules within their bound", bound, f"of {count}", bar=count)
+    met &= emit("schedules that train each drawn row once", once, f"of {count}", bar=count)
+    met &= emit("schedules with the tokens of max_staleness 0", same, f"of {count}", bar=count)
+    return met & emit("bounds that some token reached", len(reached), "of 4", bar=4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=12)
+    asked = parser.parse_args()
+    register_engine("sleeping", "in_flight:SleepingEngine")
+    met = steps()
+    met &= limit()
+    met &= schedules(asked.schedules)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
