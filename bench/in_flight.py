@@ -43,7 +43,7 @@ from hybridflow.settle.stages import overlay
 BARS = {1: 1.6, 2: 2.2, 4: 3.2}
 """run.max_staleness -> how many times faster a step is."""
 BUSY = 0.95
-STEP_S, TRAIN_S = 0.004, 0.4
+STEP_S, TRAIN_S = 0.012, 1.2
 """Seconds of the engine's step, and of the loss."""
 PROMPTS, GROUP = 16, 4
 ROWS = PROMPTS * GROUP
@@ -52,9 +52,20 @@ FIRST, STEPS = 4, 16
 
 
 class SleepingEngine(SimulatedEngine):
+    """It tells the seconds of its steps."""
+
+    worked = 0.0
+
     def advance(self):
+        began = time.perf_counter()
         time.sleep(STEP_S)
-        return super().advance()
+        done = super().advance()
+        self.worked += time.perf_counter() - began
+        return done
+
+    def figures(self) -> dict[str, float]:
+        worked, self.worked = self.worked, 0.0
+        return {"engine_seconds": worked}
 
 
 class Trains(ahead.Sleeps):
@@ -116,7 +127,7 @@ def timed(staleness: int, name: str, places: int) -> tuple[float, float, float]:
     counted = metrics[FIRST:]
     assert all(values.get("actor/staleness_max", 0.0) <= staleness for values in metrics)
     took = ends[-1] - ends[FIRST - 1]
-    busy = STEP_S * sum(values["actor/engine_steps"] for values in counted) / took
+    busy = sum(values["actor/engine_seconds"] for values in counted) / took
     length = float(np.mean([values["actor/response_length"] for values in counted]))
     return took / len(counted), busy, length
 

@@ -94,7 +94,13 @@ def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
 @pytest.mark.timeout(300)
 def test_engines_that_never_stop_keep_their_bound_and_go_on_after_a_checkpoint(tmp_path):
     write(tmp_path)
-    settings = [*AHEAD, "pools.engines=[2]", "run.max_staleness=2", "sampling.max_tokens=16"]
+    settings = [
+        *AHEAD,
+        "runtime=ray",
+        "pools.engines=[2]",
+        "run.max_staleness=2",
+        "sampling.max_tokens=16",
+    ]
     ran_here(tmp_path, *settings, "run.steps=5")
     ran_here(tmp_path, *settings, "run.steps=9", "--resume")
     rows = metrics(tmp_path / "runs/tiny")
