@@ -140,7 +140,7 @@ class _Held:
             call.submit()
 
 
-class Serving(Typing):
+class WorksMeanwhile(Typing):
     """Who works while the controller waits."""
 
     @property
@@ -174,7 +174,7 @@ class Outbox:
         self.ahead = frozenset(ahead)
         self.step = 0
         """The step that calls are made for."""
-        self.serving: Serving | None = None
+        self.serving: WorksMeanwhile | None = None
         """Who works while a reply is waited for."""
         self._held: list[_Held] = []
         self._turn: Callable[[Call], None] | None = None
@@ -211,7 +211,7 @@ class Outbox:
         """Wait for a reply, while others are served; return it as Runtime.wait does."""
         while (serving := self.serving) is not None and serving.references:
             first = runtime.first([reference, *serving.references])
-            if first is reference:
+            if first == reference:
                 break
             # What it reads has arrived.
             self.serving = None
