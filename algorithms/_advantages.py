@@ -291,3 +291,25 @@ def importance_weights(
     else:
         weights = weights.masked_fill((weights < low) | (weights > high), 0)
     return weights.masked_fill(~tokens, 0).to(result_dtype(old_logprobs))
+
+
+@torch.no_grad()
+def interpolated_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, lag: Tensor) -> Tensor:
+    """Estimate the logprobs of the weights at a step's start, between those before and after it.
+
+    A token that lags by j steps was generated j + 1 steps before the end of the one that trains on
+    it, and the start is j of them after that (A-3PO, arXiv:2512.06547; AReaL's "loglinear"):
+
+        rollout + j / (j + 1) (logprobs - rollout)
+
+    Without a lag it is the rollout's own. `logprobs`, of the present weights, `rollout_logprobs`
+    and result: [B, T]; `lag`: [B, T], or [B] for all tokens of a sequence.
+    """
+    lags = lag if lag.dim() > 1 else lag[:, None].expand_as(logprobs)
+    same_shape(
+        "interpolated_logprobs", logprobs=logprobs, rollout_logprobs=rollout_logprobs, lag=lags
+    )
+    steps = wide(lags)
+    rollout = wide(rollout_logprobs)
+    moved = steps / (steps + 1) * (wide(logprobs) - rollout)
+    return (rollout + moved).to(result_dtype(logprobs))

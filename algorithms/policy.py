@@ -17,6 +17,13 @@ AGGREGATIONS = one_of(
     ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 )
 
+OLD_LOGPROBS = {
+    "trainer": ("old_logprobs",),
+    "rollout": ("rollout_logprobs",),
+    "interpolated": ("rollout_logprobs", "lag"),
+}
+"""Values of the setting old_logprobs -> the columns that a loss reads for it."""
+
 # An algorithm's Config names what its page uses: PolicyConfig or ClippedConfig here, and
 # CorrectionConfig, KLConfig or RewardKLConfig (reference_kl.py), PretrainConfig
 # (policy_gradient.py). They have no slots, so that they combine.
@@ -70,8 +77,16 @@ class ClippedConfig(PolicyConfig, DualClipConfig, AggregationConfig):
 
 @attrs.frozen(slots=False)
 class CorrectionConfig:
-    """Settings of importance weights old/rollout: engine and trainer differ numerically."""
+    """Settings for tokens that are not of the policy that trains on them.
 
+    The engine differs from the trainer numerically, and its weights may be older.
+    """
+
+    old_logprobs: str = attrs.field(default="trainer", validator=one_of(OLD_LOGPROBS))
+    """The old policy of the ratio new/old. "trainer": the weights of the step's start, by a pass
+    over the model where the step has several updates. "rollout": the one that generated, which
+    needs no pass and no correction. "interpolated": those of the step's start, estimated without a
+    pass from the present ones and the one that generated (arXiv:2512.06547)."""
     correction: str = attrs.field(default="none", validator=one_of(("none", "truncate", "mask")))
     """Importance weights old/rollout against differences between engine and trainer: none, limited
     (truncate), or dropped outside a range (mask)."""
@@ -96,6 +111,8 @@ class PolicyLoss(Loss):
     """How the loss is averaged where the config does not say it (`Term.how`)."""
     length: int | None = None
     dual_clip: float | None = None
+    old: str = "trainer"
+    """The setting old_logprobs, where the config has it."""
     correction: CorrectionConfig | None = None
 
     def __init__(
@@ -120,15 +137,29 @@ class PolicyLoss(Loss):
             self.length = config.length or None
         if isinstance(config, DualClipConfig):
             self.dual_clip = config.dual_clip
-        if isinstance(config, CorrectionConfig) and config.correction != "none":
-            self.correction = config
+        if isinstance(config, CorrectionConfig):
+            self.old = config.old_logprobs
+            self.correction = config if config.correction != "none" else None
 
         # Columns of the batch that the loss reads, and outputs of the model that it needs.
-        self.reads = ["advantages"]
-        self.reads += [] if on_policy else ["old_logprobs"]
-        self.reads += ["ref_logprobs"] if kl_coef else []
-        self.reads += ["rollout_logprobs"] if self.correction else []
+        own = on_policy and self.old == "trainer"
+        reads = ["advantages", *(() if own else OLD_LOGPROBS[self.old])]
+        reads += ["ref_logprobs"] if kl_coef else []
+        reads += ["rollout_logprobs"] if self.correction else []
+        self.reads = list(dict.fromkeys(reads))
         self.needs = ["logprobs", "entropy"]
+
+    def old_logprobs(self, batch: Mapping[str, Any], logprobs: torch.Tensor) -> torch.Tensor:
+        """Return the logprobs of the policy that the ratio is taken to, [B, T].
+
+        logprobs: the present policy's, without gradient; with one update per rollout it is its own
+        old one.
+        """
+        if self.old == "rollout":
+            return batch["rollout_logprobs"]
+        if self.old == "interpolated":
+            return F.interpolated_logprobs(logprobs, batch["rollout_logprobs"], batch["lag"])
+        return logprobs if self.on_policy else batch["old_logprobs"]
 
     def surrogate(self, logprobs, old, advantages, mask) -> torch.Tensor:
         """Return the loss L per token; inputs and result are [B, T]."""
@@ -142,11 +173,10 @@ class PolicyLoss(Loss):
         return (logprobs - old).clamp(-20, 20).exp()
 
     def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
-        # With one update per rollout the policy is its own old one, as a constant.
         config = self.config
         mask = batch["loss_mask"]
         logprobs = outputs["logprobs"]
-        old = logprobs.detach() if self.on_policy else batch["old_logprobs"]
+        old = self.old_logprobs(batch, logprobs.detach())
 
         value = self.surrogate(logprobs, old, batch["advantages"], mask)
         if self.correction is not None:

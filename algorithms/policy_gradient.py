@@ -95,10 +95,25 @@ class PolicyGradient(Algorithm):
                 f"the {rows} sequences of a step"
             )
         problems += self.kl.problems(rows)
+        if isinstance(config, CorrectionConfig):
+            problems += self._problems_of_old(config)
         by_length = isinstance(config, AggregationConfig) and config.how.endswith("-norm")
         if by_length and not config.length:
             problems.append(f'how = "{config.how}" needs length, the constant it divides by')
         return problems
+
+    def _problems_of_old(self, config: CorrectionConfig) -> list[str]:
+        if config.old_logprobs == "rollout" and config.correction != "none":
+            return [
+                f'old_logprobs = "rollout" and correction = "{config.correction}" weigh tokens '
+                'twice by the policy that generated them; set correction = "none"'
+            ]
+        if config.old_logprobs == "interpolated" and self.on_policy:
+            return [
+                'old_logprobs = "interpolated" estimates what a step with one update has without '
+                'another pass; set "trainer", or several updates (mini_batch_size, epochs)'
+            ]
+        return []
 
     @property
     def data_sets(self) -> dict[str, tuple[str, ...]]:
@@ -126,9 +141,17 @@ class PolicyGradient(Algorithm):
     def reads_old_logprobs(self) -> bool:
         """Whether the policy's own logprobs are needed before the update.
 
-        With one update per step, the ratio's old logprobs come from the loss's own forward pass.
+        With one update per step, the ratio's old logprobs come from the loss's own forward pass;
+        other settings of `old_logprobs` need none.
         """
-        return not self.on_policy or self.kl.reads_old_logprobs
+        for_ratio = self._old == "trainer" and not self.on_policy
+        return for_ratio or self.kl.reads_old_logprobs
+
+    @property
+    def _old(self) -> str:
+        """The setting old_logprobs."""
+        config = self.config
+        return config.old_logprobs if isinstance(config, CorrectionConfig) else "trainer"
 
     @property
     def on_policy(self) -> bool:
@@ -137,9 +160,10 @@ class PolicyGradient(Algorithm):
 
     @property
     def corrects_staleness(self) -> bool:
-        """Whether tokens are weighed by old/rollout (`correction`)."""
+        """Whether the loss knows the policy that generated: by `correction`, or as the old one."""
         config = self.config
-        return isinstance(config, CorrectionConfig) and config.correction != "none"
+        weighed = isinstance(config, CorrectionConfig) and config.correction != "none"
+        return weighed or self._old == "rollout"
 
     # --- state ---
 

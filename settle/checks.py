@@ -17,6 +17,7 @@ from hybridflow.core.contracts.runtime import runtime_settings
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.workers.gradients import LAG
 from hybridflow.settle.config.structure import Problem
 
 Check = Callable[[Job], Iterator[tuple[str, str]]]
@@ -54,10 +55,16 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
     """Steps are generated ahead by engines that can, and their algorithm weighs older tokens."""
     key = "run.max_staleness"
     most = job.run.max_staleness
+    algorithm = f"algorithm {job.algorithm_name!r}"
     if not most:
+        if any(LAG in loss.reads for loss in job.algorithm.losses().values()):
+            yield (
+                key,
+                f"is 0, and the loss of {algorithm} reads by how many steps a token lags; set 1 or "
+                "more, or another value of algorithm.old_logprobs",
+            )
         return
 
-    algorithm = f"algorithm {job.algorithm_name!r}"
     generating = {name: model for name, model in job.models.items() if model.spec.engine}
     if not any(model.role.generates and model.role.trained for model in generating.values()):
         yield key, f"is {most}, and {algorithm} trains no model that generates; set 0"
@@ -105,7 +112,7 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
         yield (
             key,
             f"is {most}, so tokens are of weights of earlier steps, and {algorithm} does not weigh "
-            'them; set algorithm.correction = "truncate", or "mask"'
+            'them; set algorithm.correction = "truncate" or "mask", or old_logprobs = "rollout"'
             if hasattr(job.algorithm.config, "correction")
             else f"is {most}, and {algorithm} does not say that it weighs tokens of older weights "
             "(Algorithm.corrects_staleness); set 0",

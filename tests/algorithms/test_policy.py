@@ -82,6 +82,63 @@ def test_without_a_bonus_the_entropy_is_reported_and_changes_nothing():
     assert entropy.grad is None
 
 
+def decoupled_by_hand(new, old, rollout, advantage, low=0.2, high=0.2, most=2.0):
+    """AReaL's objective for one token (arXiv:2505.24298, eq. 5), as a loss: its value and its derivative by `new`."""
+    weight = min(math.exp(old - rollout), most)
+    rho = math.exp(new - old)
+    bounded = min(max(rho, 1 - low), 1 + high)
+    clipped = bounded * advantage < rho * advantage
+    slope = 0.0 if clipped else rho * advantage
+    return -weight * min(rho * advantage, bounded * advantage), -weight * slope
+
+
+# What each token's policies say of it: now, at the step's start, and as it generated.
+NEW = [-1.00, -0.40, -2.10, -1.30, -0.75, -3.00]
+START = [-1.05, -0.90, -1.90, -1.25, -0.70, -2.80]
+ROLLOUT = [-1.20, -0.95, -2.90, -1.00, -0.65, -2.85]
+ADVANTAGES = [1.0, 0.5, -0.7, -1.2, 0.3, 2.0]
+LAGS = [0, 1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("old", ["trainer", "rollout", "interpolated"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_decoupled_loss_has_the_gradient_that_is_computed_by_hand(old, updates):
+    correction = "none" if old == "rollout" else "truncate"
+    config = Corrected(old_logprobs=old, correction=correction, correction_high=2.0)
+    loss = PolicyLoss(config, on_policy=updates == 1)
+    logprobs = torch.tensor([NEW], dtype=torch.float64, requires_grad=True)
+    batch = {
+        "loss_mask": torch.ones(1, 6, dtype=torch.float64),
+        "advantages": torch.tensor([ADVANTAGES], dtype=torch.float64),
+        "rollout_logprobs": torch.tensor([ROLLOUT], dtype=torch.float64),
+        "lag": torch.tensor([LAGS], dtype=torch.int8),
+        "old_logprobs": torch.tensor([START], dtype=torch.float64),
+    }
+    declared = {name: batch[name] for name in (*loss.reads, "loss_mask")}
+    value = loss(declared, {"logprobs": logprobs, "entropy": torch.zeros(1, 6)})[0].value
+    value.sum().backward()
+
+    started = {
+        "trainer": NEW if updates == 1 else START,
+        "rollout": ROLLOUT,
+        # Lags of 0, 1, 2, 3: none, a half, two thirds, three quarters of the way.
+        "interpolated": [
+            r + share * (n - r)
+            for n, r, share in zip(
+                NEW, ROLLOUT, [0, 1 / 2, 2 / 3, 3 / 4, 1 / 2, 2 / 3], strict=True
+            )
+        ],
+    }[old]
+    most = 1.0 if old == "rollout" else 2.0  # old/rollout is 1 there, and not corrected
+    by_hand = [
+        decoupled_by_hand(n, o, r, a, most=most)
+        for n, o, r, a in zip(NEW, started, ROLLOUT, ADVANTAGES, strict=True)
+    ]
+    assert value[0].tolist() == pytest.approx([v for v, _ in by_hand], abs=1e-9)
+    assert logprobs.grad[0].tolist() == pytest.approx([slope for _, slope in by_hand], abs=1e-9)
+    assert len(loss.reads) == len(set(loss.reads))
+
+
 def test_the_correction_for_the_engine_multiplies_the_loss():
     batch = dict(
         old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]], rollout_logprobs=[[-1.5, -3.0]]
@@ -151,6 +208,7 @@ def test_on_policy_the_ratio_is_that_of_this_forward_and_its_gradient_is_not_los
         (ClippedConfig, "dual_clip", 1.0),
         (AggregationConfig, "how", "mean"),
         (CorrectionConfig, "correction", "clip"),
+        (CorrectionConfig, "old_logprobs", "engine"),
         (KLConfig, "kl_kind", "k4"),
         (KLConfig, "kl_in", "both"),
         (PretrainConfig, "pretrain_coef", -0.1),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
 import pytest
 import torch
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.algorithms.policy import PolicyLoss
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
@@ -30,6 +33,62 @@ def test_old_logprobs_are_needed_only_with_several_updates():
         algorithm = GRPO(attrs.evolve(SMALL, **settings))
         assert not algorithm.on_policy and algorithm.updates_per_step() == 2
         assert "old_logprobs" in algorithm.losses()["actor"].reads
+
+
+class Remembers(PolicyLoss):
+    """Keeps what the loss was called with."""
+
+    seen: ClassVar[list] = []
+
+    def old_logprobs(self, batch, logprobs):
+        old = super().old_logprobs(batch, logprobs)
+        self.seen.append(
+            (logprobs, batch["rollout_logprobs"], batch["lag"], batch["loss_mask"], old)
+        )
+        return old
+
+
+class RemembersGRPO(GRPO):
+    loss = Remembers
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_old_policy_is_interpolated_by_each_tokens_lag(apart):
+    """By the lag of a row, one step ahead, and by that of a token, where responses are carried over."""
+    config = attrs.evolve(
+        SMALL, mini_batch_size=8, old_logprobs="interpolated", correction="truncate"
+    )
+    assert not GRPO(config).reads_old_logprobs and GRPO(config).corrects_staleness
+    tables = {"run": {"max_staleness": 1 if apart else 2}, "actor": {"optimizer": {"lr": 1e-2}}}
+    if apart:
+        tables |= {"pools": {"main": [1], "engines": [1]}}
+        tables["actor"]["generation"] = {"pool": "engines"}
+    Remembers.seen.clear()
+    with TinyRun(RemembersGRPO(config), tables) as run:
+        steps = run.steps(4)
+    assert len(Remembers.seen) == 4 * 2
+    lags = set()
+    for new, rollout, lag, mask, old in Remembers.seen:
+        rows, tokens = mask.nonzero(as_tuple=True)
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            steps_behind = int(lag[row] if apart else lag[row, token])
+            lags.add(steps_behind)
+            n, r = float(new[row, token]), float(rollout[row, token])
+            assert float(old[row, token]) == pytest.approx(
+                r + (n - r) * steps_behind / (steps_behind + 1), abs=1e-5
+            )
+    assert lags == ({0, 1} if apart else {0, 1, 2})
+    assert max(metrics["actor/staleness_max"] for metrics in steps) == max(lags)
+
+
+def test_the_ratio_to_the_policy_that_generated_needs_no_pass_and_runs_ahead():
+    config = attrs.evolve(SMALL, mini_batch_size=8, old_logprobs="rollout")
+    algorithm = GRPO(config)
+    assert algorithm.losses()["actor"].reads == ["advantages", "rollout_logprobs"]
+    assert algorithm.corrects_staleness and not algorithm.reads_old_logprobs
+    with TinyRun(algorithm, {"run": {"max_staleness": 1}}) as run:
+        steps = run.steps(3)
+    assert max(metrics["actor/staleness_max"] for metrics in steps) == 1
 
 
 def test_on_policy_steps_without_old_logprobs_are_those_with_them():
@@ -99,6 +158,8 @@ def test_a_missing_data_set_is_named():
         (ReMax(ReMaxConfig(mini_batch_size=65)), "larger than the 64 sequences"),
         (GRPO(attrs.evolve(SMALL, mini_batch_size=17)), "larger than the 16 sequences"),
         (GRPO(GRPOConfig(kl_target=0.1)), "kl_target needs kl_coef"),
+        (GRPO(GRPOConfig(old_logprobs="rollout", correction="mask")), 'set correction = "none"'),
+        (GRPO(GRPOConfig(old_logprobs="interpolated")), 'set "trainer", or several updates'),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(algorithm, said):

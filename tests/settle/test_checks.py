@@ -89,10 +89,22 @@ APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
 CORRECTED = "algorithm.correction=mask"
 
 
+def test_the_policy_that_generated_as_the_old_one_needs_no_correction():
+    ahead = job("run.max_staleness=1", "algorithm.old_logprobs=rollout", *APART)
+    assert ahead.algorithm.corrects_staleness
+
+
+def test_an_old_policy_by_lag_needs_lags_and_a_correction():
+    by_lag = ["algorithm.old_logprobs=interpolated", "algorithm.epochs=2"]
+    assert "reads by how many steps a token lags; set 1 or more" in problem(*by_lag)
+    assert "does not weigh them" in problem(*by_lag, "run.max_staleness=1", *APART)
+    assert job(*by_lag, "run.max_staleness=1", CORRECTED, *APART).run.max_staleness == 1
+
+
 def test_older_weights_need_a_correction():
     plain = problem("run.max_staleness=1", *APART)
     assert problem("run.max_staleness=1") == plain
-    assert 'set algorithm.correction = "truncate", or "mask"' in plain
+    assert 'set algorithm.correction = "truncate" or "mask"' in plain
     ahead = job("run.max_staleness=1", CORRECTED, *APART)
     assert (ahead.reward_pool, ahead.data_pool) == ("engines", "engines")
     now = job(CORRECTED, *APART)
