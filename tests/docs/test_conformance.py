@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.paths import DOCS
+from helpers.paths import DOCS, matrix
 
 FILES = re.compile(r"^<!-- file: (\S+) -->\n```\w*\n(.*?)^```$", re.M | re.S)
 
@@ -37,6 +37,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@matrix
 def test_the_algorithm_runs_from_the_command_line_by_its_path(tmp_path):
     files = write("writing-an-algorithm.md", tmp_path)
     assert 20 <= len([line for line in files["my_file.py"].splitlines() if line.strip()]) <= 40

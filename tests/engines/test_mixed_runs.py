@@ -37,6 +37,7 @@ def installed():
 
 
 @pytest.mark.timeout(600)
+@matrix
 def test_roles_of_three_backends_train_together_and_resume_bit_for_bit(tmp_path):
     """Actor megatron with tp 2, a larger critic of another architecture fsdp with dp 2, reference deepspeed ZeRO-3."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

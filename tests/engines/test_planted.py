@@ -62,6 +62,7 @@ def planted(folder, monkeypatch, engine, fault):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["vllm hosted", pytest.param("sglang", marks=matrix)])
+@matrix
 def test_a_parameter_that_the_second_sync_lost_ends_the_run(tmp_path, monkeypatch, engine):
     pytest.importorskip(engine.split()[0])
     steps, said = planted(tmp_path, monkeypatch, engine, LOST)

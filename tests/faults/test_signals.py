@@ -40,7 +40,8 @@ def started(folder, until, *settings):
     raise AssertionError(f"it ended before {until!r}")
 
 
-@pytest.mark.parametrize("gap", [pytest.param(0.1, marks=matrix), 0.4])
+@pytest.mark.parametrize("gap", [0.1, 0.4])
+@matrix
 def test_f26_a_second_interruption_has_the_status_of_the_first(tmp_path, gap):
     """It comes while the run is ended, or while Python itself ends."""
     run = started(tmp_path, " step ")

@@ -54,6 +54,7 @@ def test_a_new_package_passes_its_tests_where_it_was_written(written):
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
 
 
+@matrix
 def test_a_new_package_of_each_kind_is_installed_and_listed_and_passes_its_tests(written, tmp_path):
     packages = install(tmp_path / "site", *written)
     # From the folder that has the packages' folders in it

@@ -277,6 +277,7 @@ def test_a_command_that_keeps_no_contract_hurts_no_other(installed, tmp_path, ta
     assert hybridflow(both, tmp_path, "--help").returncode == 0
 
 
+@matrix
 def test_a_transport_that_does_not_load_is_left_out_of_auto(installed, folder):
     both = os.pathsep.join((installed, str(careless(folder, "transport.gone = nowhere:Thing"))))
     assert len(run(both, folder, "left-out", "runtime=inline")) == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.packages import hybridflow, install, python
+from helpers.paths import matrix
 
 SOURCE = Path(__file__).parent / "third_party"
 CONFIG = """
@@ -118,6 +119,7 @@ def test_its_protocol_serves_a_method_that_names_it(installed, tmp_path):
     assert done.stdout.strip() == "[0, 1, 2, 3, 4, 5, 6] [0, 1, 2, 0, 1, 2, 0]"
 
 
+@matrix
 def test_the_same_algorithm_and_rewards_are_found_in_the_current_folder(tmp_path):
     shutil.copy(SOURCE / "src/acme_rl/algorithm.py", tmp_path / "my_algorithm.py")
     shutil.copy(SOURCE / "src/acme_rl/rewards.py", tmp_path / "my_rewards.py")

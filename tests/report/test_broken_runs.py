@@ -150,6 +150,7 @@ def test_an_entropy_that_collapses(configured, policy):
     assert found == ["entropy collapsed"]
 
 
+@matrix
 def test_groups_without_spread(configured, policy):
     # For a policy that is seldom right, right and wrong say little.
     found = reported(configured, policy, "reward.function=exact_match")
@@ -171,6 +172,7 @@ class Slow(Environment):
         return Answer("", reward=random.Random(turn.text).random(), done=True)
 
 
+@matrix
 def test_a_slow_tool(configured, policy):
     settings = (
         f"environment.name={__name__}:Slow",
@@ -189,6 +191,7 @@ class Talks(Environment):
         return Answer("1+1=", reward=random.Random(turn.text).random(), done=turn.number > 0)
 
 
+@matrix
 def test_a_mask_that_is_wrong(configured, policy, monkeypatch):
     whole = episodes.episode_batch
 

@@ -24,6 +24,7 @@ def test_a_layout_that_does_not_divide_the_devices_says_how_to_fix_it(tmp_path):
     assert "actor.layout" in message and "pools.main" in message
 
 
+@matrix
 def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path):
     write(tmp_path)
     disk = tmp_path / "disk"

@@ -1,5 +1,6 @@
 """Rollout and trainer logprobs that differ are noticed: a bfloat16 engine beside a float32 trainer."""
 
+from helpers.paths import matrix
 from helpers.tiny import hybridflow, metrics, ran_here, write
 
 BF16 = ("rollout.dtype=bfloat16", "run.checkpoint_every=1")
@@ -21,6 +22,7 @@ def test_a_run_ends_before_the_step_that_passes_the_limit(tmp_path):
     assert not list((tmp_path / "runs/tiny").glob("checkpoints/*"))
 
 
+@matrix
 def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engine_keeps_it(
     tmp_path,
 ):

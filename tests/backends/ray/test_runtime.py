@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.paths import matrix
 
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.backends.ray.runtime import RayRuntime, _later_interruption, _own_signals
@@ -82,6 +83,7 @@ class Starting(Worker):
 
 
 @pytest.mark.parametrize("local", [True, False])
+@matrix
 def test_f26_the_files_of_an_engine_end_with_its_run(ray_cluster, tmp_path, monkeypatch, local):
     runtime = RayRuntime()
     runtime.start()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.installed import needs
+from helpers.paths import matrix
 
 from hybridflow.backends.sglang.sampler import OURS, _with_seeds, _without_biases, register
 
@@ -79,6 +80,7 @@ print(list(sampler._CUSTOM_SAMPLER_FACTORIES), sorted(HookRegistry._hooks), os.e
 
 
 @needs("sglang")
+@matrix
 def test_ours_is_the_sampler_that_a_cpu_may_have():
     from hybridflow.backends.sglang import shims
 

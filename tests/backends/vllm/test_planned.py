@@ -55,6 +55,7 @@ def test_it_says_what_a_started_engine_says(ranks):
 @pytest.mark.parametrize(
     "kind", [pytest.param("llama", marks=matrix), "qwen2", pytest.param("qwen3", marks=matrix)]
 )
+@matrix
 def test_the_formula_has_the_bytes_of_the_loader(kind):
     # 97 embeddings are padded: 64 rows on the first rank, 33 on the second.
     fields = {**SIZES, "model_type": kind, "head_dim": 32, "tie_word_embeddings": False}
@@ -66,6 +67,7 @@ def test_the_formula_has_the_bytes_of_the_loader(kind):
 
 
 @needs("vllm")
+@matrix
 def test_a_model_that_vllm_does_not_take_is_refused_with_its_parameter():
     fields = {"model_type": "ctrl", "vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "dff": 64}  # fmt: skip
     with pytest.raises(ModelError, match=r"vLLM takes no .* of this ctrl"):

@@ -65,6 +65,7 @@ def renamed(old: str, new: str) -> Callable[..., Any]:
 
 
 @needs("vllm")
+@matrix
 def test_a_name_that_vllm_does_not_know_ends_the_start(monkeypatch):
     planted = renamed("model.norm.weight", "model.norm.wait")
     monkeypatch.setattr(engine_module, "saved_parameters", planted)

@@ -5,6 +5,8 @@ import pickle
 import subprocess
 import sys
 
+from helpers.paths import matrix
+
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.values.model import ModelSpec
@@ -13,6 +15,7 @@ from hybridflow.kit.fakes.process import SAID, Asked
 from hybridflow.kit.testing import tiny_config
 
 
+@matrix
 def test_it_says_each_phase_of_what_a_file_asks_for(tmp_path):
     asked = Asked(
         backend="fsdp", config=FSDPConfig(precision="bf16"), model=ModelSpec(tiny_config("llama"), None, 0),

@@ -115,6 +115,7 @@ def same(found, expected) -> bool:
     )
 
 
+@matrix
 def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speaking, capsys):
     engine = speaking(restarts=2)
     expected = engine.generate(asked(12, 100))
@@ -149,6 +150,7 @@ def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(counting, t
     assert (tmp_path / "engine-conformance-0.log").exists()
 
 
+@matrix
 def test_restarts_are_used_up(counting):
     engine = counting(restarts=1)
     for _ in range(2):
@@ -185,6 +187,7 @@ def test_killed_during_an_update_it_gets_all_of_the_new_weights(speaking):
     assert set(done.weight_version.tolist()) == {2} and engine.restarts == 1
 
 
+@matrix
 def test_killed_during_an_update_without_restarts_the_sync_fails(speaking):
     engine = speaking()
     engine.begin_update(2)
@@ -206,6 +209,7 @@ def test_an_engine_that_comes_back_with_other_weights_is_not_believed(counting):
         engine.generate(asked(4))
 
 
+@matrix
 def test_killed_in_its_sleep_it_wakes_anew(counting):
     engine = counting(restarts=1)
     expected = engine.generate(asked(4))
@@ -215,6 +219,7 @@ def test_killed_in_its_sleep_it_wakes_anew(counting):
     assert same(engine.generate(asked(4)), expected) and engine.restarts == 1
 
 
+@matrix
 def test_one_that_hangs_counts_as_dead(counting):
     engine = counting(restarts=1, hang_timeout_s=2.0)
     expected = engine.generate(asked(4))
@@ -270,6 +275,7 @@ def test_weights_of_an_engine_that_cannot_change_them_in_flight_wait_in_the_work
     assert set(engine.generate(asked(1))[0].weight_version.tolist()) == {2}
 
 
+@matrix
 def test_two_ranks_bring_their_own_weights_and_come_back_with_them(ranks, tmp_path):
     """Tokens count on by step[0], which the first rank brings; logprobs are -step[1], of the second."""
     for found in ranks(jobs.life, 2, str(tmp_path)):

@@ -56,6 +56,7 @@ def test_f23_gradients_that_are_not_added_up_are_noticed(answers_of, case):
 
 
 @pytest.mark.parametrize("method", [STEP, RESUMED])
+@matrix
 def test_a_norm_of_a_ranks_own_and_lost_moments_are_noticed(answers_of, method):
     caught(Kit, method, over_ranks=answers_of(NormsOfItsOwn))
 

@@ -8,7 +8,7 @@ import secrets
 import sys
 
 import pytest
-from helpers.paths import TESTS
+from helpers.paths import TESTS, matrix
 
 from hybridflow.backends.transports.shared_memory import FOLDER, PREFIX
 from hybridflow.kit.testing.transports import CASES, TransportConformance
@@ -70,6 +70,7 @@ def of_other_runs():
         path.unlink(missing_ok=True)
 
 
+@matrix
 def test_messages_that_share_a_buffer_or_stay_in_memory_are_noticed(moved, of_other_runs):
     found = moved("WrongInMemory")
     left = set(found[0]["left"])
