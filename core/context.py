@@ -69,10 +69,12 @@ class GroupRoleHandle:
         seed = self._ctx.seed
         if self._carries:
             # Opened at once, so that they are generated beside those of earlier steps.
-            rollout = self.rollout
-            group = rollout.engines if isinstance(rollout, SeparateRollout) else self.group
-            self._watch(group.open(prompts, params, seed, self._ctx.step))
-            return group.collect(prompts, self._ctx.step)
+            step = self._ctx.step
+            if isinstance(self.rollout, SeparateRollout):
+                self._watch(self.rollout.open(prompts, params, seed, step))
+                return self._ctx.data.collect(prompts, self.role.name, step)
+            self._watch(self.group.open(prompts, params, seed))
+            return self.group.collect(prompts, step)
         verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
         return verb(prompts, params, seed)
 

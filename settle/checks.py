@@ -78,7 +78,7 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
             f'is "no", and run.max_staleness is {most}: weights that wait for what is under way '
             'are for 1 step; set "recompute", or run.max_staleness = 1',
         )
-    if apart & job.carried and job.environment is not None:
+    if job.carried_apart and job.environment is not None:
         yield (
             "run.in_flight",
             "newer weights come while the engines generate, and turns of an environment cannot go "
@@ -125,7 +125,7 @@ def deterministic(job: Job) -> Iterator[tuple[str, str]]:
     if not job.run.deterministic:
         return
     key = "run.deterministic"
-    if any(job.models[name].rollout_pool is not None for name in job.carried):
+    if job.carried_apart:
         yield (
             key,
             "is true, and which tokens are made by which weights depends on when these come; set "
@@ -257,6 +257,8 @@ def unused_pools(job: Job) -> Iterator[tuple[str, str]]:
     used: set[str | None] = {scorer.pool for scorer in job.scorers.values()}
     for model in job.models.values():
         used |= {model.pool, model.rollout_pool}
+    if job.carried_apart:
+        used.add(job.data_pool)
 
     for name in job.pools:
         if name not in used and name != job.main_pool:

@@ -204,10 +204,23 @@ def resolve_job(
         unused=tuple(unused),
         follows=follows,
     )
+    job = _with_pool_for_rows(job)
     # The devices of this machine say nothing about another one.
     machine = {"runtime"} if reader.elsewhere else set()
     reader.problems += cross_checks(job, reader.failed | machine)
     return job
+
+
+def _with_pool_for_rows(job: Job) -> Job:
+    """Return the job with a process for its data, where engines never stop.
+
+    Responses that are complete leave them for it at once, and it must not wait for an engine.
+    """
+    if not job.carried_apart or any(pool.device == "cpu" for pool in job.pools.values()):
+        return job
+    name = next(name for name in ("cpu", "cpu-2", "cpu-3") if name not in job.pools)
+    pool = ResourcePool(name, (1,), "cpu")
+    return attrs.evolve(job, pools={**job.pools, name: pool})
 
 
 def _seeded(data: DataConfig, seed: int) -> DataConfig:

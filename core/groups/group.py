@@ -168,7 +168,10 @@ class WorkerGroup:
         return self._send(self.methods[name], args, kwargs)
 
     def call_on(self, ranks: Sequence[int], name: str, *args: Any) -> Any:
-        """Call a registered method on these ranks alone, each with all of the arguments."""
+        """Call a registered method on these ranks alone; the result is that of the first one.
+
+        Each gets all of the arguments.
+        """
         return self._send(attrs.evolve(self.methods[name], protocol=_Only(ranks)), args, {})
 
     def close(self) -> None:
@@ -301,13 +304,19 @@ class WorkerGroup:
 
 
 class _Only(TransferProtocol):
-    """Sends the same to some ranks, and returns the list of their results."""
+    """Sends the same to some ranks, and returns the result of the first one."""
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = ranks
 
     def called(self, group: GroupShape) -> Sequence[int]:
         return self.ranks
+
+    def sources(self, group: GroupShape) -> Sequence[int]:
+        return self.ranks[:1]
+
+    def collect(self, group: GroupShape, results: Sequence[Any]) -> Any:
+        return results[0]
 
 
 def _noting(outgoing: Iterator[Outgoing], pending: dict[int, PendingReply]) -> Iterator[Outgoing]:
@@ -317,13 +326,19 @@ def _noting(outgoing: Iterator[Outgoing], pending: dict[int, PendingReply]) -> I
         yield one
 
 
+def replies_of(batch: Batch) -> list[PendingReply]:
+    """Return the replies that the batch is promised by, one for each rank that sends a part."""
+    tables = (table for view in batch.views for table in view.tables)
+    return [
+        table.reply
+        for table in tables
+        if isinstance(table, PromisedTable) and table.reply is not None
+    ]
+
+
 def is_held(batch: Batch) -> bool:
     """Return whether the call that the batch is promised by waits for the turn of its step."""
-    tables = (table for view in batch.views for table in view.tables)
-    return any(
-        isinstance(table, PromisedTable) and table.reply is not None and table.reply.held
-        for table in tables
-    )
+    return any(reply.held for reply in replies_of(batch))
 
 
 def _host_method(name: str) -> Method:

@@ -250,6 +250,11 @@ class Job:
         )
 
     @property
+    def carried_apart(self) -> frozenset[str]:
+        """Those of `carried` whose engines have a pool of their own, and never stop."""
+        return frozenset(name for name in self.carried if self.models[name].rollout_pool)
+
+    @property
     def reward_pool(self) -> str:
         """The pool of rewards without one: the main one.
 

@@ -12,6 +12,10 @@ round while the engines fetch the one before:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.groups.group import Future, WorkerGroup
 from hybridflow.core.job.sections import SyncConfig
@@ -34,6 +38,8 @@ class SeparateRollout(WeightSync):
         """Whether `sync` alone gives the engines newer weights, not each `generate`."""
         self.actor = actor
         self.engines = engines
+        self.awaited: dict[int, set[int]] = {}
+        """Step -> the samples that it has opened and that have not landed yet."""
         self.bucket_bytes = sync.bucket_bytes
         self._rounds = 0
 
@@ -66,6 +72,21 @@ class SeparateRollout(WeightSync):
             self._rounds,
             transport,
         )
+
+    def open(self, batch: Batch, sampling: SamplingParams, seed: int, step: int) -> Future:
+        """Have the engines generate these rows beside others; step: the one that trains on them."""
+        samples = torch.as_tensor(batch["sample_id"].values).tolist()
+        self.awaited.setdefault(step, set()).update(samples)
+        opened: Future = self.engines.open(batch, sampling, seed)
+        return opened
+
+    def land(self, samples: Iterable[int]) -> None:
+        """Note that the responses of these samples have left the engines."""
+        gone = set(samples)
+        for step, awaited in list(self.awaited.items()):
+            awaited -= gone
+            if not awaited:
+                del self.awaited[step]
 
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Sync the weights if there are newer ones, then generate (see RolloutWorker.generate)."""

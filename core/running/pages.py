@@ -35,7 +35,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -149,10 +149,11 @@ class Pages:
             rollout.ahead = self.lag > 0
         self._end = end
         self._outbox = run.session.outbox
-        apart = [rollouts[role].engines for role in sorted(self.carried & rollouts.keys())]
+        apart = {role: rollouts[role] for role in sorted(self.carried & rollouts.keys())}
         # Where one call is made after the other, nothing is done while the controller waits.
         overlaps = registry().runtime_capabilities(run.job.runtime).max_ranks != 1
-        self._serving = Serving(apart if overlaps else [], self._outbox) if apart else None
+        data = run.session.data
+        self._serving = Serving(apart, data, self._outbox, overlaps) if apart else None
         self._published: dict[tuple[str, int], int] = {}
         """(role, step) -> the version of its weights after the step, by which engines generate."""
         self._trained: dict[str, int] = {}
@@ -231,6 +232,7 @@ class Pages:
         try:
             if self._serving is not None:
                 self._turn(self.written[0])
+                self._serving.complete(read.step)
                 self._outbox.free(read.step)
                 if not self._outbox.has(read):
                     return
@@ -255,6 +257,8 @@ class Pages:
             for generation in page.ctx.generations:
                 if generation.version is None:
                     generation.version = generation.rollout.version
+            if self._serving is not None:
+                self._serving.complete(page.step)
             self._outbox.release(page.step)
         self._serve()
 
@@ -319,7 +323,7 @@ class Pages:
             else:
                 writes.append(Future(str))
         carried = {
-            role: data.keep(self._group(role).unfinished(), Ahead.file(folder, role))
+            role: data.keep_opened(role, self._group(role).unfinished(), Ahead.file(folder, role))
             for role in self.carried
         }
         published: dict[str, list[tuple[int, int]]] = {}
@@ -340,8 +344,16 @@ class Pages:
             self._replays = kept.replays
         # With a smaller bound than theirs, responses are made anew.
         for role in self.carried & kept.carried.keys() if kept.staleness <= self.lag else ():
-            published = dict(kept.published[role])
-            self._group(role).carry_on(kept.carried[role], published).result()
+            self._group(role).carry_on(kept.carried[role]).result()
+            self._tell_versions(role, dict(kept.published[role]))
+
+    def _tell_versions(self, role: str, versions: Mapping[int, int]) -> None:
+        """Tell who computes the lags of a role's tokens step -> the version after it."""
+        session = self.run.session
+        if role in session.rollouts:
+            session.data.publish(role, versions).result()
+        else:
+            self._group(role).publish(versions).result()
 
     def _group(self, role: str) -> WorkerGroup:
         """Return the group that generates for a role."""
@@ -503,7 +515,8 @@ class Pages:
                     "trained before its turn; this is an error in hybridflow"
                 )
             if name in self.carried:
-                rollout.engines.publish(self.run.step, version).result()
+                rollout.engines.stop().result()
+                self._tell_versions(name, {self.run.step: version})
             self._publish(name, version)
         # Engines that take turns with the training get the weights as they generate.
         for name in self.carried - self.run.session.rollouts.keys():

@@ -13,7 +13,7 @@ from hybridflow.core.groups.outbox import Call
 CONTROLLER = "controller"
 SHORT_S = 0.001
 """Waits and parts of calls that are shorter, in seconds, are left out."""
-MOMENTS = "advance"
+MOMENTS = ("advance", "land")
 """Calls that are moments of one piece of work (serving.py), and become one where they follow each
 other."""
 BETWEEN_S = 0.01
@@ -32,7 +32,7 @@ class Timeline:
 
     def add(self, call: Call) -> None:
         """Add a call whose reply was read."""
-        if call.method == MOMENTS:
+        if call.method in MOMENTS:
             last = self._moments.get(_process(call))
             if last is not None and _goes_on(last, call):
                 last.ended = call.ended
@@ -91,7 +91,7 @@ class Taken:
 
 def _goes_on(moment: Call, later: Call) -> bool:
     """Return whether two moments of one process are of one piece of work."""
-    same = moment.step == later.step and moment.role == later.role
+    same = (moment.step, moment.role, moment.method) == (later.step, later.role, later.method)
     return same and 0 <= later.started - moment.ended <= BETWEEN_S
 
 

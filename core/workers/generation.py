@@ -21,10 +21,11 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import failed_rows, finished
-from hybridflow.core.workers.carried import Carried, Unfinished
+from hybridflow.core.workers.carried import Carried, Opened
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.gradients import LAG
+from hybridflow.core.workers.published import Published
 
 GENERATE_READS = ("prompt_ids", "sample_id", "max_tokens")
 """Columns that generation reads; max_tokens where the batch has it."""
@@ -57,21 +58,31 @@ def generate_rows(
     # Some replicas have no rows in small batches.
     requests = make_requests(batch, sampling, seed, extras)
     completions = engine.generate(requests) if requests else []
-    return _generated(completions, engine, started)
+    return _generated(completions, _figures(engine, started))
 
 
-def collect_rows(engine: RolloutEngine, batch: Batch, step: int, carried: Carried) -> Batch:
+def collect_rows(
+    engine: RolloutEngine, batch: Batch, step: int, carried: Carried, published: Published
+) -> Batch:
     """Complete rows that are open, those of other steps beside them: the columns COLLECTED.
 
     step: the one that trains on them.
     """
     started = time.perf_counter()
-    rows = torch.as_tensor(batch["sample_id"].values).tolist()
-    completions = carried.collect(engine, rows, step)
-    generated = _generated(completions, engine, started)
+    completions = carried.collect(engine, samples_of(batch))
+    return collected(completions, step, published, _figures(engine, started))
 
+
+def collected(
+    completions: Sequence[Completion], step: int, published: Published, figures: Metrics
+) -> Batch:
+    """Return completions that a step trains on: the columns COLLECTED.
+
+    figures: further metrics of how they were generated.
+    """
+    generated = _generated(completions, figures)
     made_by = generated["weight_version"]
-    lags = carried.lags(np.asarray(made_by.values), step)
+    lags = published.lags(np.asarray(made_by.values), step)
     versions = [len(np.unique(done.weight_version)) for done in completions]
     metrics = generated.metrics
     metrics.means["staleness"] = (float(lags.sum(dtype=np.int64)), float(len(lags)))
@@ -80,33 +91,39 @@ def collect_rows(engine: RolloutEngine, batch: Batch, step: int, carried: Carrie
     return generated.with_columns(**{LAG: Column(torch.from_numpy(lags), made_by.lengths)})
 
 
+def samples_of(batch: Batch) -> list[int]:
+    """Return the numbers of the rows' samples in the run."""
+    samples: list[int] = torch.as_tensor(batch["sample_id"].values).tolist()
+    return samples
+
+
 def opened_requests(
     batch: Batch, sampling: SamplingParams, seed: int, extras: Collection[str] = ()
 ) -> list[Request]:
     """Return one request per row, whose id is the number of the row's sample in the run."""
-    samples = torch.as_tensor(batch["sample_id"].values).tolist()
     requests = make_requests(batch, sampling, seed, extras)
     return [
-        attrs.evolve(request, id=sample) for request, sample in zip(requests, samples, strict=True)
+        attrs.evolve(request, id=sample)
+        for request, sample in zip(requests, samples_of(batch), strict=True)
     ]
 
 
-def rows_of(unfinished: Sequence[Unfinished]) -> Batch:
-    """Return open rows as a batch, which travels; `unfinished_of` undoes it."""
-    made = [row.made for row in unfinished]
+def rows_of(opened: Sequence[Opened]) -> Batch:
+    """Return rows that were opened as a batch, which travels; `opened_of` undoes it."""
+    made = [row.made for row in opened]
     return Batch(
         {
             "sample_id": torch.tensor([one.id for one in made], dtype=torch.int64),
-            "prompt_ids": tokens([row.prompt_ids for row in unfinished], torch.int64),
+            "prompt_ids": tokens([row.prompt_ids for row in opened], torch.int64),
             **_columns(made),
             "finish_reason": [one.finish_reason for one in made],
         }
     )
 
 
-def unfinished_of(rows: Batch) -> list[Unfinished]:
+def opened_of(rows: Batch) -> list[Opened]:
     """Return what `rows_of` was given."""
-    samples = torch.as_tensor(rows["sample_id"].values).tolist()
+    samples = samples_of(rows)
     prompts, ids, logprobs, versions = (
         [np.asarray(values, dtype) for values in rows[name]]
         for name, dtype in (
@@ -119,7 +136,7 @@ def unfinished_of(rows: Batch) -> list[Unfinished]:
     reasons = list(rows["finish_reason"].values)
     fields = zip(samples, ids, logprobs, versions, reasons, strict=True)
     made = [Completion(*each) for each in fields]
-    return [Unfinished(prompt, one) for prompt, one in zip(prompts, made, strict=True)]
+    return [Opened(prompt, one) for prompt, one in zip(prompts, made, strict=True)]
 
 
 def _columns(completions: Sequence[Completion]) -> dict[str, Column]:
@@ -130,14 +147,17 @@ def _columns(completions: Sequence[Completion]) -> dict[str, Column]:
     }
 
 
-def _generated(completions: Sequence[Completion], engine: RolloutEngine, started: float) -> Batch:
-    """Return completions as the columns GENERATED, with metrics."""
+def _generated(completions: Sequence[Completion], figures: Metrics) -> Batch:
+    """Return completions as the columns GENERATED, with metrics.
+
+    figures: further ones, of the engine.
+    """
     # Every token is the model's, so every one counts in the loss.
     made = _columns(completions)
     ids = made["response_ids"]
     reasons = [completion.finish_reason for completion in completions]
     assert ids.lengths is not None
-    metrics = _generation_metrics(ids.lengths, reasons, started, engine)
+    metrics = _generation_metrics(ids.lengths, reasons, figures)
     columns = {
         "response_ids": ids,
         "rollout_logprobs": made["rollout_logprobs"],
@@ -171,7 +191,7 @@ def generate_episodes(
     masks = list(played["loss_mask"])
     written = [float(masks[row].sum()) for row in kept]
     reasons = [str(played["finish_reason"].values[row]) for row in kept]
-    metrics = _generation_metrics(written, reasons, started, engine)
+    metrics = _generation_metrics(written, reasons, _figures(engine, started))
     columns = {name: played[name] for name in played}
     return Batch(columns, Metrics.merge([played.metrics, metrics]))
 
@@ -187,7 +207,7 @@ def make_requests(
     extras: columns that the engine declares; requests get the row's values if the batch has them.
     """
     # Seeds follow the sample's number, which does not depend on ranks or batches.
-    samples = torch.as_tensor(batch["sample_id"].values).tolist()
+    samples = samples_of(batch)
     extra_columns = {name: list(batch[name]) for name in extras if name in batch}
     limits = None
     if "max_tokens" in batch:
@@ -209,25 +229,23 @@ def make_requests(
     return requests
 
 
-def _generation_metrics(
-    lengths: Sequence[float] | np.ndarray,
-    reasons: Sequence[str],
-    started: float,
-    engine: RolloutEngine,
-) -> Metrics:
-    """Return the metrics of a generation.
+def _figures(engine: RolloutEngine, started: float) -> Metrics:
+    """Return metrics of a call of an engine; started: its start, by time.perf_counter."""
+    # The engine's own, such as its cache hits, are maxima over ranks.
+    seconds = (time.perf_counter() - started, 1.0)
+    return Metrics({"generate_seconds": seconds}, maxima=dict(engine.figures()))
 
-    lengths: generated tokens of each row; started: its start, by time.perf_counter."""
+
+def _generation_metrics(
+    lengths: Sequence[float] | np.ndarray, reasons: Sequence[str], figures: Metrics
+) -> Metrics:
+    """Return the metrics of a generation; lengths: generated tokens of each row."""
     rows = len(reasons)
     means = {
         "response_length": (sum(lengths), rows),
         "clipped": (list(reasons).count("length"), rows),
-        "generate_seconds": (time.perf_counter() - started, 1.0),
     }
-    # The engine's own figures, such as its cache hits, are maxima over ranks.
-    metrics = Metrics(means, spreads={"response_length": lengths})
-    metrics.maxima.update(engine.figures())
-    return metrics
+    return Metrics.merge([Metrics(means, spreads={"response_length": lengths}), figures])
 
 
 def row_seed(seed: int, sample: int) -> int:

@@ -67,6 +67,7 @@ from hybridflow.core.workers.micro_batch import (
     unpad,
 )
 from hybridflow.core.workers.opens_rows import OpensRows
+from hybridflow.core.workers.published import Published
 from hybridflow.core.workers.residents import Residents
 
 OPTIMIZER_STEPS = "optimizer_steps"
@@ -111,6 +112,8 @@ class ModelWorker(OpensRows):
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
+        self.published = Published()
+        """Of the weights by which open rows were generated."""
         self.sync_peak = Peak()
         self._brought: int | None = None
         """The version of the weights that engines got last."""
@@ -362,14 +365,19 @@ class ModelWorker(OpensRows):
 
         The weights are synced first if the trainer's are newer. step: the one that trains on them.
         """
-        self.carried.publish(step - 1, self.backend.version)
+        self.published.add({step - 1: self.backend.version})
 
         def verb(engine: RolloutEngine, rows: Batch) -> Batch:
-            collected = collect_rows(engine, rows, step, self.carried)
+            collected = collect_rows(engine, rows, step, self.carried, self.published)
             self.carried.stop(engine)
             return collected
 
         return self._generated(verb, batch)
+
+    @register(Protocol.ONE_TO_ALL)
+    def publish(self, versions: Mapping[int, int]) -> None:
+        """Note step -> the version of the weights after it, as a checkpoint has them."""
+        self.published.add(versions)
 
     def _generated(self, verb: Callable[..., Batch], batch: Batch, *how: Any) -> Batch:
         """Generate with the present weights, then free the engine's memory unless it is kept.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import SamplingParams
@@ -11,9 +11,9 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.carried import Carried
 from hybridflow.core.workers.generation import (
     GENERATE_READS,
+    opened_of,
     opened_requests,
     rows_of,
-    unfinished_of,
 )
 from hybridflow.core.workers.pool_member import PoolMember
 
@@ -29,12 +29,9 @@ class OpensRows(PoolMember):
         self.carried = Carried()
 
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, early=True)
-    def open(self, batch: Batch, sampling: SamplingParams, seed: int, step: int) -> None:
-        """Take prompts whose responses are generated beside others, until they are collected.
-
-        step: the one that trains on them.
-        """
-        self.carried.open(opened_requests(batch, sampling, seed, self.sends), step)
+    def open(self, batch: Batch, sampling: SamplingParams, seed: int) -> None:
+        """Take prompts whose responses are generated beside others, until they are complete."""
+        self.carried.open(opened_requests(batch, sampling, seed, self.sends))
 
     @register(Protocol.MICRO_DP, same_rows=False)
     def unfinished(self) -> Batch:
@@ -42,9 +39,6 @@ class OpensRows(PoolMember):
         return rows_of(self.carried.unfinished())
 
     @register(Protocol.ONE_TO_ALL)
-    def carry_on(self, rows: Batch, published: Mapping[int, int]) -> None:
-        """Take what a checkpoint has of rows that will be opened again.
-
-        published: step -> the version of the weights after it.
-        """
-        self.carried.load(unfinished_of(rows), published)
+    def carry_on(self, rows: Batch) -> None:
+        """Take what a checkpoint has of rows that will be opened again."""
+        self.carried.load(opened_of(rows))

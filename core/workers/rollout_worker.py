@@ -19,17 +19,18 @@ from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.checksums import wanted
 from hybridflow.core.rollouts.weight_sync import on_every_rank
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import WeightLayout
+from hybridflow.core.workers.carried import BUSY
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.generation import (
-    COLLECTED,
     EPISODE_COLUMNS,
     EPISODE_READS,
     GENERATE_READS,
     GENERATED,
-    collect_rows,
     generate_episodes,
     generate_rows,
+    rows_of,
 )
 from hybridflow.core.workers.opens_rows import OpensRows
 
@@ -112,27 +113,22 @@ class RolloutWorker(OpensRows):
         return _with_versions(made) if self.role.ahead else made
 
     # Of responses that newer weights go on with (carried.py)
-    @register(Protocol.MICRO_DP, reads=("sample_id",), writes=COLLECTED, late=True)
-    def collect(self, batch: Batch, step: int) -> Batch:
-        """Return the responses of these opened rows; generate until they are complete.
+    @register(Protocol.ONE_TO_ALL, same_rows=False)
+    def advance(self, most: int) -> Batch:
+        """Let the engine work on the open rows, at most so many times; return those complete.
 
-        step: the one that trains on them.
+        The metric BUSY says whether some are under way after that.
         """
-        return collect_rows(self.engine, batch, step, self.carried)
+        busy = self.carried.advance(self.engine, most)
+        rows = rows_of(self.carried.finished())
+        figures = self.engine.figures() if rows.rows else {}
+        columns = {name: rows[name] for name in rows}
+        return Batch(columns, Metrics(maxima={**figures, BUSY: float(busy)}))
 
     @register(Protocol.ONE_TO_ALL)
-    def advance(self, most: int) -> tuple[bool, list[int]]:
-        """Let the engine work on the open rows, at most so many times.
-
-        Return whether some are under way after that, and the steps whose rows are complete.
-        """
-        return self.carried.advance(self.engine, most), self.carried.complete_steps()
-
-    @register(Protocol.ONE_TO_ALL)
-    def publish(self, step: int, version: int) -> None:
-        """Note the version of the weights after a step; open rows wait for the next call."""
+    def stop(self) -> None:
+        """Have open rows wait for the next `advance`."""
         self.carried.stop(self.engine)
-        self.carried.publish(step, version)
 
 
 def _with_versions(generated: Batch) -> Batch:

@@ -1,12 +1,13 @@
 """The workers for everything that is not a model.
 
-DataWorker draws data, TaskWorker does numerical work on whole batches, RewardWorker calls reward
-functions.
+DataWorker draws data and keeps responses that have left their engine, TaskWorker does numerical
+work on whole batches, RewardWorker calls reward functions.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,8 @@ from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import COMPLETE, FAILED_REWARD, failed, failed_rows
 from hybridflow.core.workers.batch_files import read_batch, write_batch
 from hybridflow.core.workers.failures import at_last_token, score_by_rule
+from hybridflow.core.workers.generation import COLLECTED, samples_of
+from hybridflow.core.workers.landed import Landed
 
 
 class DataWorker(Worker):
@@ -51,6 +54,8 @@ class DataWorker(Worker):
             name: Sampler(len(self.sets[name]), config.seed or 0, config.shuffle)
             for name, config in sets.items()
         }
+        self.landed: defaultdict[str, Landed] = defaultdict(Landed)
+        """Role -> its responses that are complete before their step's turn."""
 
     @register(Protocol.RANK_ZERO, same_rows=False, early=True)
     def draw(self, name: str, count: int) -> Batch:
@@ -99,6 +104,28 @@ class DataWorker(Worker):
     def kept(self, file: str, digest: str) -> Batch:
         """Return the batch that `keep` wrote. Raises DamagedError if the file is another."""
         return read_batch(Path(file), digest)
+
+    # Responses of engines that never stop (landed.py)
+    @register(Protocol.RANK_ZERO)
+    def land(self, role: str, rows: Batch) -> list[int]:
+        """Take a role's responses that are complete; return the numbers of their samples."""
+        return self.landed[role].land(rows)
+
+    @register(Protocol.RANK_ZERO, reads=("sample_id",), writes=COLLECTED, late=True)
+    def collect(self, batch: Batch, role: str, step: int) -> Batch:
+        """Return the landed responses to these rows; step: the one that trains on them."""
+        return self.landed[role].collect(samples_of(batch), step)
+
+    @register(Protocol.RANK_ZERO)
+    def publish(self, role: str, versions: Mapping[int, int]) -> None:
+        """Note step -> the version of a role's weights after it; these steps have ended."""
+        self.landed[role].publish(versions)
+
+    @register(Protocol.RANK_ZERO)
+    def keep_opened(self, role: str, rows: Batch, file: str) -> str:
+        """Write a role's open rows, as engines have them, and those landed; return the SHA-256."""
+        landed = self.landed[role].rows()
+        return write_batch(Path(file), Batch.concat([rows, landed]))
 
     @register(Protocol.RANK_ZERO)
     def matched(self, prompts: Batch, kept: Batch) -> Batch:

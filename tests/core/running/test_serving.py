@@ -3,52 +3,79 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.worker import Worker, register
-from hybridflow.core.errors import WorkerError
-from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.errors import HybridFlowError, WorkerError
+from hybridflow.core.groups.group import Pool, WorkerGroup, is_held
 from hybridflow.core.groups.outbox import Outbox
+from hybridflow.core.job.sections import SyncConfig
 from hybridflow.core.plugins import registry
+from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.running import serving as module
 from hybridflow.core.running.serving import Serving
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.workers.carried import BUSY
 
 
 class Engine(Worker):
-    """An engine that takes 2 ms a step, and has so many of them to do."""
+    """An engine that takes 2 ms a step, and completes each of its rows after so many steps."""
 
     def __init__(self, context):
         super().__init__(context)
-        self.left, self.asked, self.done = 0, [], []
+        self.left, self.asked = {}, []
 
-    @register(Protocol.ONE_TO_ALL)
-    def give(self, steps: int) -> None:
-        self.left = steps * (1 + self.rank // 2)
-        self.done = []
+    @register(Protocol.MICRO_DP)
+    def open(self, batch: Batch, sampling: SamplingParams, seed: int) -> None:
+        for sample, steps in zip(
+            batch["sample_id"].values.tolist(), batch["steps"].values.tolist(), strict=True
+        ):
+            self.left[sample] = steps
 
-    @register(Protocol.ONE_TO_ALL)
-    def advance(self, most: int) -> tuple[bool, list[int]]:
-        if self.left < 0:
-            raise ValueError("it broke")
+    @register(Protocol.ONE_TO_ALL, same_rows=False)
+    def advance(self, most: int) -> Batch:
         self.asked.append(most)
-        time.sleep(0.002 * min(most, self.left))
-        self.left -= min(most, self.left)
-        return self.left > 0, [] if self.left else [7]
+        if -1 in self.left.values():
+            raise ValueError("it broke")
+        steps = min(most, max(self.left.values(), default=0))
+        time.sleep(0.002 * steps)
+        self.left = {sample: left - steps for sample, left in self.left.items()}
+        done = [sample for sample, left in self.left.items() if left <= 0]
+        for sample in done:
+            del self.left[sample]
+        return Batch(
+            {"sample_id": torch.tensor(done)}, Metrics(maxima={BUSY: float(bool(self.left))})
+        )
 
     @register(Protocol.ONE_TO_ALL)
     def seen(self) -> tuple[list[int], int]:
-        return self.asked, self.left
+        return self.asked, max(self.left.values(), default=0)
 
-    @register(Protocol.THREE_D, reads=("x",), writes=("x",), late=True)
+
+class Data(Worker):
+    """Where responses land."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.rows = []
+
+    @register(Protocol.RANK_ZERO)
+    def land(self, role: str, rows: Batch) -> list[int]:
+        landed = rows["sample_id"].values.tolist()
+        self.rows += landed
+        return landed
+
+    @register(Protocol.RANK_ZERO, reads=("sample_id",), writes=("sample_id",), late=True)
     def collect(self, batch: Batch) -> Batch:
-        assert not self.left
+        assert set(batch["sample_id"].values.tolist()) <= set(self.rows)
         return batch
 
 
@@ -58,102 +85,159 @@ class Trainer(Worker):
         time.sleep(seconds)
 
 
+class Made(NamedTuple):
+    outbox: Outbox
+    serving: Serving
+    rollout: SeparateRollout
+    data: WorkerGroup
+    trainer: WorkerGroup
+
+    @property
+    def engines(self) -> WorkerGroup:
+        return self.rollout.engines
+
+    def open(self, step: int, *steps: int, at: int = 0) -> Batch:
+        """Open rows, numbered from `at`, that are complete after so many steps of their engine."""
+        samples = torch.arange(at, at + len(steps))
+        rows = Batch({"sample_id": samples, "steps": torch.tensor(steps)})
+        self.rollout.open(rows, SamplingParams(), 0, step)
+        return rows
+
+    def left(self) -> list[int]:
+        return [left for _, left in self.engines.seen().result()]
+
+
 @pytest.fixture
-def made(monkeypatch):
-    """(outbox, engines of two replicas of two ranks, a trainer's group); the ranks are threads."""
+def make(monkeypatch):
+    """make(overlaps): engines of two replicas of two ranks, a data worker, a trainer; the ranks are threads."""
     monkeypatch.setattr(module, "MOMENT_S", 0.02)
     runtime = registry().get("runtime", "inline")(None)
     runtime.start()
-    outbox = Outbox({"engines"})
-    engines, trainer = (
-        WorkerGroup(
-            worker, Pool.launch(ResourcePool(name, (size,)), runtime), name=name, outbox=outbox,
-            generation=generation_layout(ParallelLayout(dp=4), tp=2, grouping="consecutive"),
+    outbox = Outbox({"engines", "data"})
+
+    def make(overlaps: bool = True) -> Made:
+        engines, data, trainer = (
+            WorkerGroup(
+                worker, Pool.launch(ResourcePool(name, (size,)), runtime), name=name, outbox=outbox,
+                generation=generation_layout(ParallelLayout(dp=4), tp=2, grouping="consecutive") if size == 4 else None,
+            )
+            for worker, name, size in ((Engine, "engines", 4), (Data, "data", 2), (Trainer, "trainer", 2))
+        )  # fmt: skip
+        rollout = SeparateRollout(trainer, engines, SyncConfig())
+        return Made(
+            outbox, Serving({"actor": rollout}, data, outbox, overlaps), rollout, data, trainer
         )
-        for worker, name, size in ((Engine, "engines", 4), (Trainer, "trainer", 2))
-    )  # fmt: skip
-    yield outbox, engines, trainer
+
+    yield make
     outbox.serving = None
     runtime.shutdown()
 
 
-def seen_at_the_end(engines: WorkerGroup, trainer: WorkerGroup) -> list[tuple[list[int], int]]:
+@pytest.fixture
+def made(make) -> Made:
+    return make()
+
+
+def seen_at_the_end(made: Made) -> list[tuple[list[int], int]]:
     """What was asked of each rank, once none has work: nobody but the controller's waits gives them any time."""
     for _ in range(200):
-        trainer.work(0.1).result()
-        seen = engines.seen().result()
-        if not any(left for _, left in seen):
-            return seen
-    raise AssertionError(f"steps are left: {[left for _, left in seen]}")
+        made.trainer.work(0.1).result()
+        if not any(made.left()):
+            made.trainer.work(0.1).result()  # the last calls end, and the last rows land
+            return made.engines.seen().result()
+    raise AssertionError(f"steps are left: {made.left()}")
 
 
-def test_engines_work_while_another_reply_is_waited_for_and_send_for_what_is_complete(made):
-    outbox, engines, trainer = made
-    serving = Serving([engines], outbox)
-    assert [replica.ranks for replica in serving.replicas] == [[0, 1], [2, 3]]
-    engines.give(40).result()
-    outbox.step = 7
-    with outbox.holding(lambda call: None):
-        collected = engines.collect(Batch({"x": torch.tensor([1.0, 2.0, 3.0, 4.0])}))
-    serving.wake()
-    # 40 steps and 80: both replicas end, and the held call goes out.
-    seen = seen_at_the_end(engines, trainer)
-    assert collected["x"].values.tolist() == [1.0, 2.0, 3.0, 4.0]
+def test_engines_work_while_another_reply_is_waited_for_and_a_complete_step_is_collected(made):
+    assert [replica.ranks for replica in made.serving.replicas] == [[0, 1], [2, 3]]
+    # 40 steps of the first replica, 80 of the second
+    rows = made.open(7, 40, 10, 80, 20)
+    made.outbox.step = 7
+    with made.outbox.holding(lambda call: None):
+        collected = made.data.collect(rows)
+    made.serving.wake()
+    made.trainer.work(0.06).result()
+    assert is_held(collected) and 0 < len(made.rollout.awaited[7]) < 4
+    seen = seen_at_the_end(made)
+    assert made.rollout.awaited == {}
+    assert collected["sample_id"].values.tolist() == [0, 1, 2, 3]
 
     # Both ranks of a replica are asked alike; each call takes about a moment after some.
     asked = [steps for steps, _ in seen]
     assert asked[0] == asked[1] and asked[2] == asked[3]
     assert asked[2][0] == 1 < max(asked[2]) <= 20
     # Who has no work is not asked.
-    trainer.work(0.1).result()
-    assert engines.seen().result() == seen and serving.references == []
+    made.trainer.work(0.1).result()
+    assert made.engines.seen().result() == seen and made.serving.references == []
 
 
 def test_a_pause_waits_for_what_is_under_way_and_nothing_follows(made):
-    outbox, engines, trainer = made
-    serving = Serving([engines], outbox)
-    engines.give(1000).result()
-    serving.wake()
-    trainer.work(0.1).result()
-    serving.pause()
-    assert serving.references == [] and outbox.serving is None
-    left = [left for _, left in engines.seen().result()]
-    assert all(0 < one < 2000 for one in left)
-    trainer.work(0.1).result()
-    assert [left for _, left in engines.seen().result()] == left
-    serving.wake()
-    trainer.work(0.1).result()
-    serving.pause()
-    assert all(now < then for (_, now), then in zip(engines.seen().result(), left, strict=True))
+    made.open(1, 1000, 1000, 1000, 1000)
+    made.serving.wake()
+    made.trainer.work(0.1).result()
+    made.serving.pause()
+    assert made.serving.references == [] and made.outbox.serving is None
+    left = made.left()
+    assert all(0 < one < 1000 for one in left)
+    made.trainer.work(0.1).result()
+    assert made.left() == left
+    made.serving.wake()
+    made.trainer.work(0.1).result()
+    made.serving.pause()
+    assert all(now < then for now, then in zip(made.left(), left, strict=True))
+
+
+def test_what_is_complete_at_a_pause_lands_all_the_same(made):
+    made.open(1, 1, 1, 1, 1)
+    made.serving.wake()
+    made.serving.pause()
+    assert made.data.land("actor", Batch({"sample_id": torch.tensor([9])})).result() == [9]
+    made.serving.complete(1)
+    assert made.rollout.awaited == {}
 
 
 def test_work_that_comes_behind_the_calls_under_way_is_done(made):
-    outbox, engines, trainer = made
-    serving = Serving([engines], outbox)
-    engines.give(1)
-    serving.wake()
+    made.open(1, 1, 1, 1, 1)
+    made.serving.wake()
     # Two calls are under way for each replica, which end the work that they know of.
-    assert [len(replica.calls) for replica in serving.replicas] == [2, 2]
-    engines.give(30)
-    serving.wake()
-    seen_at_the_end(engines, trainer)
+    assert [len(replica.calls) for replica in made.serving.replicas] == [2, 2]
+    made.open(2, 30, 30, 30, 30, at=4)
+    made.serving.wake()
+    seen_at_the_end(made)
+    assert made.rollout.awaited == {}
+
+
+def test_a_step_is_waited_for_and_others_go_on(made):
+    made.open(1, 5, 5, 20, 5)
+    made.open(2, 1000, 1000, 1000, 1000, at=4)
+    made.serving.complete(1)
+    assert made.rollout.awaited == {2: {4, 5, 6, 7}} and made.outbox.serving is made.serving
+    made.serving.pause()
+    with pytest.raises(HybridFlowError, match="rows of step 3 are not complete, and no engine has"):
+        made.open(3)
+        made.rollout.awaited[3] = {99}
+        for rank in range(4):
+            made.engines.pool.processes[rank].host.workers["engines"].left.clear()
+        made.serving.complete(3)
+
+
+def test_where_nothing_overlaps_engines_work_for_who_waits_for_them_and_no_step_more(make):
+    made = make(overlaps=False)
+    made.open(1, 3, 1, 2, 5)
+    made.open(2, 30, 30, 30, 30, at=4)
+    made.serving.wake()
+    made.trainer.work(0.05).result()
+    assert made.outbox.serving is None and made.left() == [30, 30, 30, 30]
+    made.serving.complete(1)
+    assert made.rollout.awaited == {2: {4, 5, 6, 7}} and made.outbox.serving is None
+    asked = [steps for steps, _ in made.engines.seen().result()]
+    assert asked[0] == asked[2] == [0, 1, 1, 1, 1, 1] and made.left() == [25, 25, 25, 25]
 
 
 def test_an_engine_that_fails_ends_whatever_is_waited_for(made):
-    outbox, engines, trainer = made
-    serving = Serving([engines], outbox)
-    engines.give(-1).result()
-    serving.wake()
+    made.open(1, -1, -1, -1, -1)
+    made.serving.wake()
     began = time.monotonic()
     with pytest.raises(WorkerError, match="it broke"):
-        trainer.work(3.0).result()
+        made.trainer.work(3.0).result()
     assert time.monotonic() - began < 2.0
-
-
-def test_where_nothing_overlaps_nobody_is_asked():
-    outbox = Outbox()
-    serving = Serving([], outbox)
-    serving.wake()
-    runtime = SimpleNamespace(wait=lambda reply: (reply, [], False))
-    assert outbox.wait(runtime, b"a") == (b"a", [], False)
-    serving.pause()

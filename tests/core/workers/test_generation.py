@@ -19,11 +19,12 @@ from hybridflow.core.workers.generation import (
     generate_episodes,
     generate_rows,
     make_requests,
+    opened_of,
     opened_requests,
     row_seed,
     rows_of,
-    unfinished_of,
 )
+from hybridflow.core.workers.published import Published
 from hybridflow.kit.testing import reference
 
 PROMPTS = [[5, 4], [1], [9, 9, 30]]
@@ -62,18 +63,19 @@ def test_rows_that_are_opened_and_collected_are_those_that_are_generated_at_once
     sampling = SamplingParams(max_tokens=6)
     whole = generate_rows(speaker[0], ROWS, sampling, 3)
     carried = Carried()
-    carried.open(opened_requests(ROWS, sampling, 3), 4)
-    carried.publish(3, 5)
+    published = Published()
+    carried.open(opened_requests(ROWS, sampling, 3))
+    published.add({3: 5})
     assert [row.made.id for row in carried.unfinished()] == [7, 8, 9]
-    two = collect_rows(speaker[0], ROWS.take(slice(1, 3)), 4, carried)
+    two = collect_rows(speaker[0], ROWS.take(slice(1, 3)), 4, carried, published)
     carried.stop(speaker[0])
     assert tuple(two.names) == COLLECTED
     # Row 7, which is complete as well, travels as it was made.
     again = Carried()
-    again.load(unfinished_of(rows_of(carried.unfinished())), {3: 5})
-    again.open(opened_requests(ROWS.take(slice(0, 1)), sampling, 3), 5)
-    again.publish(4, 6)
-    one = collect_rows(speaker[0], ROWS.take(slice(0, 1)), 5, again)
+    again.load(opened_of(rows_of(carried.unfinished())))
+    again.open(opened_requests(ROWS.take(slice(0, 1)), sampling, 3))
+    published.add({4: 6})
+    one = collect_rows(speaker[0], ROWS.take(slice(0, 1)), 5, again, published)
     for name in ("response_ids", "weight_version"):
         made = [*one[name], *two[name]]
         assert [row.tolist() for row in made] == [row.tolist() for row in whole[name]]
@@ -85,8 +87,8 @@ def test_rows_that_are_opened_and_collected_are_those_that_are_generated_at_once
     assert one.metrics.means["staleness"] == (6.0, 6.0)
     assert two.metrics.means["versions_per_sequence"] == (2.0, 2.0)
     assert (one.metrics.maxima["staleness_max"], two.metrics.maxima["staleness_max"]) == (1.0, 0.0)
-    assert unfinished_of(rows_of([])) == []
-    empty = collect_rows(speaker[0], ROWS.take(slice(0, 0)), 5, again)
+    assert opened_of(rows_of([])) == []
+    empty = collect_rows(speaker[0], ROWS.take(slice(0, 0)), 5, again, published)
     assert empty.rows == 0 and empty.metrics.maxima["staleness_max"] == 0.0
 
 

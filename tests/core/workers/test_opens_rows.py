@@ -28,8 +28,7 @@ def worker() -> OpensRows:
 
 def test_open_rows_go_on_in_another_worker_with_what_was_made():
     first, engine = worker(), counting()
-    first.open(ROWS, SAMPLING, 3, 1)
-    first.carried.publish(0, 1)
+    first.open(ROWS, SAMPLING, 3)
     assert first.carried.advance(engine, 2)
     first.carried.stop(engine)
     kept = first.unfinished()
@@ -38,16 +37,16 @@ def test_open_rows_go_on_in_another_worker_with_what_was_made():
     assert list(kept["finish_reason"].values) == ["length", "abort", "abort"]
 
     second = worker()
-    second.carry_on(kept, {0: 1})
-    second.open(ROWS, SAMPLING, 3, 1)
-    made = second.carried.collect(counting(step=2.0), [4, 5, 9], 1)
+    second.carry_on(kept)
+    second.open(ROWS, SAMPLING, 3)
+    made = second.carried.collect(counting(step=2.0), [4, 5, 9])
     assert [one.response_ids.tolist() for one in made] == [[11], [21, 22, 24], [31, 32, 34, 36, 38]]
-    assert second.carried.published == {0: 1} and second.unfinished().rows == 0
+    assert second.unfinished().rows == 0
 
 
 def test_a_checkpoints_rows_of_other_prompts_are_refused():
     first, second = worker(), worker()
-    first.open(ROWS, SAMPLING, 3, 1)
-    second.carry_on(first.unfinished(), {})
+    first.open(ROWS, SAMPLING, 3)
+    second.carry_on(first.unfinished())
     with pytest.raises(HybridFlowError, match="sample 5 goes on from a checkpoint"):
-        second.open(ROWS.with_columns(prompt_ids=tokens([[10], [21], [30]])), SAMPLING, 3, 1)
+        second.open(ROWS.with_columns(prompt_ids=tokens([[10], [21], [30]])), SAMPLING, 3)
