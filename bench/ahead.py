@@ -81,6 +81,8 @@ class Tailed(GRPO):
     """Its responses have lengths of their own."""
 
     loss = SleepsLonger
+    reads_scores = False
+    """Whether a step reads its scores before it goes on, as dynamic sampling does."""
 
     def step(self, ctx):
         drawn = np.random.default_rng(ctx.step).lognormal(
@@ -91,6 +93,8 @@ class Tailed(GRPO):
         sampling = attrs.evolve(ctx.sampling, ignore_stop=True)
         batch = ctx.actor.generate(prompts.with_columns(max_tokens=lengths), sampling=sampling)
         batch = batch.join(ctx.reward.score(batch))
+        if self.reads_scores:
+            _ = batch["scores"].values
         advantages = ctx.compute(self.advantages, batch)
         ctx.actor.update((batch.join(advantages), self.losses()["actor"]))
 

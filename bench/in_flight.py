@@ -1,14 +1,15 @@
 """Engines in a pool of their own that take newer weights while they generate (run.in_flight = "recompute"), beside steps that
 are generated and trained one after the other.
 
-python bench/in_flight.py                    all parts; about twelve minutes
+python bench/in_flight.py                    all parts; about fourteen minutes
 python bench/in_flight.py --schedules 300    so many random schedules, in place of 12
 
 On two cores real work of engine and trainer does not fit side by side, so that engine and loss sleep in its place: it shows the
 order of the calls, under the real controller, on Ray. The engine makes a token per step for as many sequences as it has places
 for; lengths are drawn from a lognormal distribution, sigma 1.
 
-steps        seconds of a step, places for one step's sequences (the bars); mean trained length
+steps        seconds of a step, places for one step's sequences (the bars); mean trained length; beside it, without a bar, a
+             page that reads its scores before it goes on, as dynamic sampling (DAPO) does
 limit        places for a quarter of a step's sequences, so that engines are the limit: the share of time in which they work
 schedules    drawn bounds, sizes, replicas, lengths and naps, with the embedded engine: no token lags by more than the bound,
              every drawn row is trained once, and the tokens, by weights that do not move, are those of a run without a bound;
@@ -25,7 +26,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
@@ -76,6 +77,10 @@ class Tailed(ahead.Tailed):
     loss = Trains
 
 
+class Early(Tailed):
+    reads_scores = True
+
+
 class Short(ahead.Sleeps):
     seconds = 0.02
 
@@ -110,8 +115,19 @@ def apart(staleness: int, algorithm: dict[str, Any], **tables: Any) -> TinyRun:
     return TinyRun(algorithm, overlay({**ahead.APART, **RAY}, {"run": run, **tables}))
 
 
-def timed(staleness: int, name: str, places: int) -> tuple[float, float, float]:
-    """(seconds of a step, share of them in which the engine works, mean length of a response)."""
+class Timed(NamedTuple):
+    """Figures of a run's steps, from step FIRST on."""
+
+    seconds: float
+    busy: float
+    """The share of them in which the engine works."""
+    length: float
+    """Mean length of a response, in tokens."""
+    waited: float
+    """Seconds that a step's end waits for pages that read their scores early."""
+
+
+def timed(staleness: int, name: str, places: int) -> Timed:
     algorithm = {"name": name, "prompts_per_step": PROMPTS, "group_size": GROUP}
     algorithm |= {"correction": "truncate"}
     model = {"config": {**MODEL, "max_position_embeddings": 512}}
@@ -129,28 +145,37 @@ def timed(staleness: int, name: str, places: int) -> tuple[float, float, float]:
     took = ends[-1] - ends[FIRST - 1]
     busy = sum(values["actor/engine_seconds"] for values in counted) / took
     length = float(np.mean([values["actor/response_length"] for values in counted]))
-    return took / len(counted), busy, length
+    waited = float(np.mean([values.get("end_wait_seconds", 0.0) for values in counted]))
+    return Timed(took / len(counted), busy, length, waited)
 
 
 def steps() -> bool:
     met = True
     found = {k: timed(k, "in_flight:Tailed", ROWS) for k in (0, 1, 2, 4)}
-    for staleness, (seconds, busy, length) in found.items():
-        ratio = found[0][0] / seconds
+    plain = found[0]
+    for staleness, run in found.items():
         met &= emit(
-            f"a step, max_staleness {staleness}", seconds, "s", ratio=ratio,
+            f"a step, max_staleness {staleness}", run.seconds, "s", ratio=plain.seconds / run.seconds,
             against="max_staleness 0", bar=BARS.get(staleness),
         )  # fmt: skip
-        emit("share of time in which the engine works", busy, "")
-        off = abs(length / found[0][2] - 1)
+        emit("share of time in which the engine works", run.busy, "")
+        off = abs(run.length / plain.length - 1)
         met &= emit("mean trained length, apart by", off, "", bar=SAME_LENGTH, at_most=True)
+
+    for staleness in (1, 2):
+        run = timed(staleness, "in_flight:Early", ROWS)
+        emit(
+            f"a step whose page reads its scores, max_staleness {staleness}", run.seconds, "s",
+            ratio=plain.seconds / run.seconds, against="max_staleness 0",
+        )  # fmt: skip
+        emit("of it the end waits for pages ahead", run.waited, "s")
     return met
 
 
 def limit() -> bool:
-    seconds, busy, _ = timed(4, "in_flight:Quick", ROWS // 4)
-    emit("a step that engines limit, max_staleness 4", seconds, "s")
-    return emit("share of time in which the engine works", busy, "", bar=BUSY)
+    run = timed(4, "in_flight:Quick", ROWS // 4)
+    emit("a step that engines limit, max_staleness 4", run.seconds, "s")
+    return emit("share of time in which the engine works", run.busy, "", bar=BUSY)
 
 
 def taken(run: TinyRun, count: int) -> tuple[list[float], list[list[int]], list[int]]:

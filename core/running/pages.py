@@ -35,7 +35,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -59,6 +59,9 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.gradients import OLDEST, WEIGHT
 from hybridflow.core.workers.model_worker import OPTIMIZER_STEPS
+
+TOLD_S = 0.1
+"""Waits that are shorter, in seconds, are not told of."""
 
 
 class PageDropped(BaseException):
@@ -159,10 +162,12 @@ class Pages:
         self._trained: dict[str, int] = {}
         """Role -> the version of its weights after the last page that has ended."""
         self._probes = Probes(run)
-        self._probed = Metrics()
-        """What the last probes have found, for the metrics of the next page that ends."""
+        self._found = Metrics()
+        """What was found of engines between two pages, for the metrics of the next one to end."""
         self._published_at = 0.0
         self._replays: list[Batch | None] = []
+        self._read_early: tuple[int, str] | None = None
+        """The step ahead that has last read a result of its own before it went on, and the verb."""
         self._told: set[str] = set()
         self._failure: Exception | None = None
         """What the end of a page raised while a later one was being written."""
@@ -235,6 +240,7 @@ class Pages:
                 self._serving.complete(read.step)
                 self._outbox.free(read.step)
                 if not self._outbox.has(read):
+                    self._read_early = (page.step, _name(read))
                     return
             while self.written[0].step < read.step:
                 self._turn(self.written[0])
@@ -386,7 +392,7 @@ class Pages:
         """Report that a page has read a result of its own turn, and what that costs."""
         with self.charged(page):
             page.ctx.log(turn_wait_seconds=seconds)
-        name = read.method if read.role == "tasks" else f"{read.role}.{read.method}"
+        name = _name(read)
         if name in self._told:
             return
         self._told.add(name)
@@ -416,13 +422,34 @@ class Pages:
             )
         with self.charged(page):
             generations, updates = page.ctx.generations, page.ctx.updates
+            began = time.time()
             metrics = page.ctx.finish()
             lags = [self._lag(page, generation) for generation in generations]
             for role, update in updates:
                 self._look_at(page, role, update.result())
+        waited = self._waited(page, began, [update for _, update in updates])
         _reduce_weights(metrics)
-        probed, self._probed = self._probed, Metrics()
-        return Metrics.merge([metrics, *lags, probed])
+        found, self._found = self._found, Metrics()
+        return Metrics.merge([metrics, *lags, waited, found])
+
+    def _waited(self, page: Page, since: float, updates: Iterable[Future]) -> Metrics:
+        """Return how long the end of a page had to wait for one that is ahead and reads early.
+
+        since: when the wait for its own calls began, in seconds since the epoch.
+        """
+        early, self._read_early = self._read_early, None
+        if early is None or self._serving is None or not self._serving.overlaps:
+            return Metrics()
+        ends = [reply.call.ended for update in updates for reply in update.replies]
+        seconds = max(since - max(ends, default=since), 0.0)
+        step, name = early
+        if seconds > TOLD_S and name not in self._told:
+            self._told.add(name)
+            self.say(
+                f"step {page.step} ended {seconds:.1f} s after its last update: step {step} reads "
+                f"ctx.{name} before it goes on, and no newer weights reach the engines meanwhile"
+            )
+        return Metrics.of(end_wait_seconds=seconds)
 
     def _look_at(self, page: Page, role: str, update: Metrics) -> None:
         """Check that an update's tokens are not too old, and note the version that it has made."""
@@ -501,13 +528,15 @@ class Pages:
         if self._serving is not None:
             self._serving.pause()
         for name, rollout in self.run.session.rollouts.items():
+            if name in self.carried:
+                figures = [Metrics(maxima=one) for one in rollout.engines.stop().result()]
+                self._find(Metrics.merge(figures).prefixed(f"{name}/"))
             before = rollout.version
             rollout.sync()
             version = rollout.version
             assert version is not None, f"the engines of {name} have no weights"
             if version != before:
-                probed = self._probes.compare(name, rollout)
-                self._probed = Metrics.merge([self._probed, probed])
+                self._find(self._probes.compare(name, rollout))
             if self._trained.setdefault(name, version) != version:
                 raise HybridFlowError(
                     f"after step {self.run.step} the engines of {name} got the weights of version "
@@ -515,7 +544,6 @@ class Pages:
                     "trained before its turn; this is an error in hybridflow"
                 )
             if name in self.carried:
-                rollout.engines.stop().result()
                 self._tell_versions(name, {self.run.step: version})
             self._publish(name, version)
         # Engines that take turns with the training get the weights as they generate.
@@ -525,9 +553,17 @@ class Pages:
                 name, self._group(name).version().result() if version is None else version
             )
 
+    def _find(self, found: Metrics) -> None:
+        self._found = Metrics.merge([self._found, found])
+
     def _publish(self, role: str, version: int) -> None:
         self._published[role, self.run.step] = version
         self._published.pop((role, self.run.step - self.lag - 1), None)
+
+
+def _name(call: Call) -> str:
+    """Return a call's name on a page."""
+    return call.method if call.role == "tasks" else f"{call.role}.{call.method}"
 
 
 def _reduce_weights(metrics: Metrics) -> None:

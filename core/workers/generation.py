@@ -74,13 +74,16 @@ def collect_rows(
 
 
 def collected(
-    completions: Sequence[Completion], step: int, published: Published, figures: Metrics
+    completions: Sequence[Completion],
+    step: int,
+    published: Published,
+    figures: Metrics | None = None,
 ) -> Batch:
     """Return completions that a step trains on: the columns COLLECTED.
 
-    figures: further metrics of how they were generated.
+    figures: further metrics, of the engine.
     """
-    generated = _generated(completions, figures)
+    generated = _generated(completions, figures or Metrics())
     made_by = generated["weight_version"]
     lags = published.lags(np.asarray(made_by.values), step)
     versions = [len(np.unique(done.weight_version)) for done in completions]

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.batch import Batch
-from hybridflow.core.values.metrics import Metrics
-from hybridflow.core.workers.carried import BUSY, Opened
+from hybridflow.core.workers.carried import Opened
 from hybridflow.core.workers.generation import collected, opened_of, rows_of
 from hybridflow.core.workers.published import Published
 
@@ -30,15 +29,11 @@ class Landed:
         self._rows: dict[int, Opened] = {}
         self._collected: dict[int, list[int]] = {}
         """Step that has not ended -> the samples that it has collected."""
-        self._figures = Metrics()
-        """The engines' figures that came with rows since the last `collect`."""
 
     def land(self, rows: Batch) -> list[int]:
         """Take rows that are complete; return the numbers of their samples."""
         opened = opened_of(rows)
         self._rows |= {row.made.id: row for row in opened}
-        figures = {name: value for name, value in rows.metrics.maxima.items() if name != BUSY}
-        self._figures = Metrics.merge([self._figures, Metrics(maxima=figures)])
         return [row.made.id for row in opened]
 
     def collect(self, samples: Sequence[int], step: int) -> Batch:
@@ -53,8 +48,7 @@ class Landed:
             )
         self._collected.setdefault(step, []).extend(samples)
         made = [self._rows[sample].made for sample in samples]
-        figures, self._figures = self._figures, Metrics()
-        return collected(made, step, self.published, figures)
+        return collected(made, step, self.published)
 
     def publish(self, versions: Mapping[int, int]) -> None:
         """Note step -> version of the weights after it, and forget the rows of these steps."""

@@ -121,14 +121,13 @@ class RolloutWorker(OpensRows):
         """
         busy = self.carried.advance(self.engine, most)
         rows = rows_of(self.carried.finished())
-        figures = self.engine.figures() if rows.rows else {}
-        columns = {name: rows[name] for name in rows}
-        return Batch(columns, Metrics(maxima={**figures, BUSY: float(busy)}))
+        return Batch({name: rows[name] for name in rows}, Metrics(maxima={BUSY: float(busy)}))
 
     @register(Protocol.ONE_TO_ALL)
-    def stop(self) -> None:
-        """Have open rows wait for the next `advance`."""
+    def stop(self) -> dict[str, float]:
+        """Have open rows wait for the next `advance`; return the engine's figures up to now."""
         self.carried.stop(self.engine)
+        return self.engine.figures()
 
 
 def _with_versions(generated: Batch) -> Batch:

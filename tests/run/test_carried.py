@@ -13,6 +13,7 @@ from helpers.driven import Driven
 from hybridflow.algorithms.grpo import GRPO
 from hybridflow.core.controller import checkpoint
 from hybridflow.core.errors import HybridFlowError, WorkerError
+from hybridflow.core.running import pages as module
 from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
@@ -225,6 +226,39 @@ def test_apart_a_page_that_reads_its_scores_is_generated_by_older_weights_too():
     driven, _, _ = drive(2, 5, overlay(PLACES["apart"], dapo))
     lags = [metrics["actor/staleness_max"] for metrics in driven.metrics]
     assert lags == [0, 1, 2, 2, 2] and driven.said == []
+
+
+class Told(Pages):
+    """Tells of waits that are any length, as where calls overlap."""
+
+    def _waited(self, *args: Any):
+        self._serving.overlaps = True
+        try:
+            return super()._waited(*args)
+        finally:
+            self._serving.overlaps = False
+
+
+def test_apart_a_step_tells_how_long_its_end_waits_for_pages_that_read_early(monkeypatch):
+    monkeypatch.setattr(module, "TOLD_S", 0.0)
+    dapo = {"algorithm": {"name": "dapo", "group_size": 4, "mini_batch_size": 0}}
+    driven, _, _ = drive(2, 5, overlay(PLACES["apart"], dapo), pages=Told)
+    waits = [metrics.get("end_wait_seconds") for metrics in driven.metrics]
+    # The last two steps have none ahead that would read while they are trained.
+    assert all(wait > 0 for wait in waits[:3]) and waits[3:] == [None, None]
+    [said] = driven.said
+    assert said.startswith("step 1 ended ") and "step 3 reads ctx.reward.score before it" in said
+    plain, _, _ = drive(2, 4, PLACES["apart"], pages=Told)
+    assert plain.said == [] and "end_wait_seconds" not in plain.metrics[0]
+
+
+def test_the_figures_of_engines_that_never_stop_are_taken_at_the_end_of_the_step_before():
+    with tiny(2, **PLACES["apart"]) as run:
+        asked = iter(range(100))
+        engine_of(run).figures = lambda: {"asked": float(next(asked))}
+        driven = Driven(run, steps=3)
+    # The engine is asked as it stops for weights, and by the probe of these: before step 1, and after each step.
+    assert [metrics["actor/asked"] for metrics in driven.metrics] == [0, 2, 4]
 
 
 def test_engines_with_other_weights_in_a_later_phase_end_the_run(monkeypatch):

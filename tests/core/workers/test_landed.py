@@ -8,13 +8,12 @@ import pytest
 from hybridflow.core.contracts.rollout import Completion
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.batch import Batch
-from hybridflow.core.values.metrics import Metrics
-from hybridflow.core.workers.carried import BUSY, Opened
+from hybridflow.core.workers.carried import Opened
 from hybridflow.core.workers.generation import COLLECTED, rows_of
 from hybridflow.core.workers.landed import Landed
 
 
-def rows(*made: tuple[int, list[int]], figures: dict | None = None) -> Batch:
+def rows(*made: tuple[int, list[int]]) -> Batch:
     """(sample, the version of each token): its tokens count up from ten times its sample."""
     opened = [
         Opened(
@@ -26,19 +25,15 @@ def rows(*made: tuple[int, list[int]], figures: dict | None = None) -> Batch:
         )
         for sample, by in made
     ]  # fmt: skip
-    batch = rows_of(opened)
-    return Batch({name: batch[name] for name in batch}, Metrics(maxima=figures or {}))
+    return rows_of(opened)
 
 
 def test_a_step_gets_its_rows_in_its_order_with_their_lags():
     landed = Landed()
     landed.publish({0: 0})
     landed.publish({1: 4})
-    assert landed.land(rows((3, [0, 0]), (1, [0, 4, 4]), figures={"cache": 0.5, BUSY: 1.0})) == [
-        3,
-        1,
-    ]
-    assert landed.land(rows((2, [4]), figures={"cache": 0.25, BUSY: 0.0})) == [2]
+    assert landed.land(rows((3, [0, 0]), (1, [0, 4, 4]))) == [3, 1]
+    assert landed.land(rows((2, [4]))) == [2]
     made = landed.collect([1, 2, 3], 2)
     assert set(made.names) == set(COLLECTED)
     assert [row.tolist() for row in made["response_ids"]] == [[10, 11, 12], [20], [30, 31]]
@@ -47,9 +42,7 @@ def test_a_step_gets_its_rows_in_its_order_with_their_lags():
     assert metrics["staleness"] == pytest.approx(3 / 6) and metrics["staleness_max"] == 1
     assert metrics["versions_per_sequence"] == pytest.approx(4 / 3)
     assert metrics["response_length"] == 2 and metrics["clipped"] == 1
-    # The engines' figures come with the rows, and are of one step.
-    assert metrics["cache"] == 0.5 and BUSY not in metrics
-    assert "cache" not in landed.collect([], 2).metrics.values()
+    assert landed.collect([], 2).rows == 0
 
 
 def test_rows_are_kept_until_their_step_has_ended():
