@@ -71,7 +71,7 @@ class GroupRoleHandle:
             # Opened at once, so that they are generated beside those of earlier steps.
             step = self._ctx.step
             if isinstance(self.rollout, SeparateRollout):
-                self._watch(self.rollout.open(prompts, params, seed, step))
+                self.rollout.open(prompts, params, seed, step)
                 return self._ctx.data.collect(prompts, self.role.name, step)
             self._watch(self.group.open(prompts, params, seed))
             return self.group.collect(prompts, step)

@@ -13,7 +13,7 @@ def hybridflow_plugins():
             name="ray",
             factory="hybridflow.backends.ray.runtime:RayRuntime",
             config="hybridflow.backends.ray.config:RayConfig",
-            capabilities=RuntimeCapabilities(cluster=True),
+            capabilities=RuntimeCapabilities(cluster=True, replaces=True),
             default=True,
             requires=("ray",),
             extra="ray",

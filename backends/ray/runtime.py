@@ -24,7 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -71,10 +72,20 @@ class Call:
 class RayProcess(Process):
     """A rank's process, on the controller."""
 
-    def __init__(self, pool: ResourcePool, rank: int, actor: Any, runtime: RayRuntime):
+    def __init__(
+        self,
+        pool: ResourcePool,
+        rank: int,
+        device: str,
+        start: Callable[[], Any],
+        runtime: RayRuntime,
+    ):
+        """start: makes the rank's actor, in the pool's place for it; it may be called again."""
         self.pool = pool
         self.rank = rank
-        self.actor = actor
+        self.device = device
+        self.start = start
+        self.actor = start()
         self.runtime = runtime
 
     def submit(self, message: Message, label: Label) -> Any:
@@ -306,8 +317,8 @@ class RayRuntime(Runtime):
                     scheduling_strategy=strategy, **resources, name=None
                 )
                 rank = len(processes)
-                actor = placed.remote(pool.name, rank, pool.world, variables, folders)
-                processes.append(RayProcess(pool, rank, actor, self))
+                start = partial(placed.remote, pool.name, rank, pool.world, variables, folders)
+                processes.append(RayProcess(pool, rank, device, start, self))
 
         self.processes += processes
         self._join(pool, processes, device)
@@ -376,17 +387,39 @@ class RayRuntime(Runtime):
 
     def check_alive(self) -> None:
         """Raise WorkerDied if a process has ended; takes up to GRACE_S while processes are busy."""
-        pings = [process.actor.ping.remote() for process in self.processes]
+        needed = [process for process in self.processes if not process.expendable]
+        for _, error in self._ended(needed):
+            raise self._died(error) from error
+
+    def ended(self, processes: Sequence[Process]) -> list[Process]:
+        """Return which of these have ended; takes up to GRACE_S while they are busy."""
+        return [process for process, _ in self._ended(processes)]
+
+    def _ended(self, processes: Sequence[Any]) -> Iterator[tuple[RayProcess, RayActorError]]:
+        """Yield the processes that have ended, with Ray's error."""
+        pings = {process.actor.ping.remote(): process for process in processes}
         if not pings:
             return
 
         # Busy processes do not answer in time; only those that have ended raise.
-        answers, _ = ray.wait(pings, num_returns=len(pings), timeout=GRACE_S)
+        answers, _ = ray.wait(list(pings), num_returns=len(pings), timeout=GRACE_S)
         for answer in answers:
             try:
                 ray.get(answer)
             except RayActorError as error:
-                raise self._died(error) from error
+                yield pings[answer], error
+
+    def replace(self, process: Process) -> Process:
+        """Start another actor in the place of an expendable one, alone in its process group."""
+        assert isinstance(process, RayProcess)
+        ray.kill(process.actor)
+        for reference in [ref for ref, call in self.calls.items() if call.process is process]:
+            del self.calls[reference]
+            self.failed.pop(reference, None)
+        fresh = RayProcess(process.pool, process.rank, process.device, process.start, self)
+        fresh.actor.join.remote(None, process.device, self.config.collective_timeout_s)
+        self.processes[self.processes.index(process)] = fresh
+        return fresh
 
     def _died(self, error: RayActorError) -> WorkerDied:
         """Return the error for Ray's, with the rank, the pool, and the call that was lost."""
@@ -521,6 +554,8 @@ class RayRuntime(Runtime):
         }
         for reference, reply in self.failed.items():
             if reply is None:  # ask once more, for Ray's error with the actor's id
+                if self.calls[reference].process.expendable:
+                    continue
                 try:
                     ray.get(reference)
                 except RayActorError as error:

@@ -85,6 +85,8 @@ class RuntimeCapabilities:
     """Whether it can reach several nodes."""
     max_ranks: int | None = None
     """Largest number of ranks of a pool; None: any number."""
+    replaces: bool = False
+    """Whether it can start a process in the place of one that has ended (Runtime.replace)."""
 
 
 @attrs.frozen(kw_only=True)

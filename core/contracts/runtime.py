@@ -85,6 +85,9 @@ class Process(ABC):
 
     pool: ResourcePool
     rank: int
+    expendable = False
+    """Whether its end is told to those alone who wait for its own replies: another process may take
+    its place."""
 
     @abstractmethod
     def submit(self, message: Message, label: Label) -> Any:
@@ -146,10 +149,23 @@ class Runtime(ABC):
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Raise WorkerDied if a process has ended; this may take some seconds.
+        """Raise WorkerDied if a process has ended, unless it is expendable.
 
-        It is called after a failure, since a rank whose peer has died fails too.
+        It is called after a failure, since a rank whose peer has died fails too. This may take some
+        seconds.
         """
+
+    def ended(self, processes: Sequence[Process]) -> list[Process]:
+        """Return which of these processes have ended; this may take some seconds."""
+        return []
+
+    def replace(self, process: Process) -> Process:
+        """Start a process in the place of an expendable one, which is ended if it has not.
+
+        It is alone in its torch.distributed group, and has no workers. Returns before it has
+        started; calls to it wait for that.
+        """
+        raise NotImplementedError(f"{type(self).__name__} replaces no processes")
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -161,7 +177,8 @@ class Runtime(ABC):
     def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
         """Wait for a reply; return its (blob, handles, failed), as Host.call made it.
 
-        Raises WorkerDied if its process, or one that it may wait for, has ended.
+        Raises WorkerDied if its process has ended, or one that it may wait for: any that is not
+        expendable.
 
         A rank that failed leaves its peers waiting in a collective call, and their replies never
         come. Its failed reply is then returned instead of theirs.

@@ -72,7 +72,7 @@ class Pool:
     """A launched ResourcePool: its processes, which the roles of the pool share."""
 
     spec: ResourcePool
-    processes: Sequence[Process]
+    processes: list[Process]
     runtime: Runtime
 
     @classmethod
@@ -84,7 +84,15 @@ class Pool:
         environment: dict[str, str] | None = None,
     ) -> Pool:
         """Start one process per device of `spec`, with these additional environment variables."""
-        return cls(spec, runtime.launch(spec, device, environment or {}), runtime)
+        return cls(spec, list(runtime.launch(spec, device, environment or {})), runtime)
+
+    def replace(self, rank: int) -> None:
+        """Start a process in the place of an expendable one; groups must make their workers anew.
+
+        Its calls are lost.
+        """
+        self.processes[rank] = self.runtime.replace(self.processes[rank])
+        self.processes[rank].expendable = True
 
 
 class WorkerGroup:
@@ -148,9 +156,14 @@ class WorkerGroup:
                 "name it otherwise"
             )
 
-        self._send(
-            _host_method("__create__"), (worker, args, kwargs, self.layout, generation, seed), {}
-        ).result()
+        self._made = (worker, args, kwargs, self.layout, generation, seed)
+        self._send(_host_method("__create__"), self._made, {}).result()
+
+    def renew(self, rank: int) -> Future:
+        """Make the worker of a rank anew, whose process has taken the place of another."""
+        create = attrs.evolve(_host_method("__create__"), protocol=_Only([rank]))
+        renewed: Future = self._send(create, self._made, {})
+        return renewed
 
     # Methods of the workers, beside those of this class
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -94,8 +94,9 @@ class Host:
     ) -> None:
         """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs).
 
-        rendezvous: where the ranks meet; None for a pool of one. timeout_s: how long a collective
-        call may take. Raises HybridFlowError if the process is in a process group already.
+        rendezvous: where the ranks meet; None: this one is alone in its group. timeout_s: how long
+        a collective call may take. Raises HybridFlowError if the process is in a process group
+        already.
         """
         device_name = device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
         self.device = torch.device(device_name)
@@ -117,14 +118,16 @@ class Host:
             )
 
         # torch keeps no reference to a store that is written in Python.
+        rank, world = self.rank, self.world
         if rendezvous is None:
+            rank, world = 0, 1
             self._store = dist.HashStore()
         else:
             self._store = rendezvous.store(self.world, timeout_s)
         dist.init_process_group(
             backend,
-            rank=self.rank,
-            world_size=self.world,
+            rank=rank,
+            world_size=world,
             timeout=timedelta(seconds=timeout_s),
             store=self._store,
         )

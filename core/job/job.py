@@ -258,17 +258,23 @@ class Job:
     def reward_pool(self) -> str:
         """The pool of rewards without one: the main one.
 
-        Where steps are generated ahead it is the engines' own, so that they are scored ahead too.
+        Where steps are generated ahead it is the engines' own, so that they are scored ahead too;
+        the data's, where engines never stop.
         """
         pools = [model.rollout_pool for model in self.models.values() if model.rollout_pool]
+        if self.carried_apart and (on_cpus := self._on_cpus):
+            return on_cpus[0]
         return pools[0] if self.run.max_staleness and pools else self.main_pool
 
     @property
     def data_pool(self) -> str:
         """The pool that holds the data: the first one on CPUs, which no model holds up, else that
         of rewards without one."""
-        on_cpus = (name for name, pool in self.pools.items() if pool.device == "cpu")
-        return next(on_cpus, self.reward_pool)
+        return next(iter(self._on_cpus), self.reward_pool)
+
+    @property
+    def _on_cpus(self) -> list[str]:
+        return [name for name, pool in self.pools.items() if pool.device == "cpu"]
 
     @property
     def rewards(self) -> tuple[RewardPart, ...]:

@@ -47,7 +47,7 @@ from hybridflow.core.context import Generation, GroupStepContext
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.observer import SampleRow
 from hybridflow.core.contracts.runtime import Traffic
-from hybridflow.core.errors import HybridFlowError, WorkerDied
+from hybridflow.core.errors import HybridFlowError, WorkerDied, WorkerError
 from hybridflow.core.groups.group import Future, WorkerGroup
 from hybridflow.core.groups.outbox import Call
 from hybridflow.core.plugins import registry
@@ -154,9 +154,9 @@ class Pages:
         self._outbox = run.session.outbox
         apart = {role: rollouts[role] for role in sorted(self.carried & rollouts.keys())}
         # Where one call is made after the other, nothing is done while the controller waits.
-        overlaps = registry().runtime_capabilities(run.job.runtime).max_ranks != 1
-        data = run.session.data
-        self._serving = Serving(apart, data, self._outbox, overlaps) if apart else None
+        can = registry().runtime_capabilities(run.job.runtime)
+        how = (run.session.data, self._outbox, can.max_ranks != 1, can.replaces, say)
+        self._serving = Serving(apart, *how) if apart else None
         self._published: dict[tuple[str, int], int] = {}
         """(role, step) -> the version of its weights after the step, by which engines generate."""
         self._trained: dict[str, int] = {}
@@ -287,6 +287,8 @@ class Pages:
         if not goes_on:
             self._outbox.drop()
             raise PageDropped
+        # Engines need not wait until the next page is written.
+        self._serve()
 
     @property
     def ahead(self) -> Page | None:
@@ -329,7 +331,7 @@ class Pages:
             else:
                 writes.append(Future(str))
         carried = {
-            role: data.keep_opened(role, self._group(role).unfinished(), Ahead.file(folder, role))
+            role: data.keep_opened(role, self._unfinished(role), Ahead.file(folder, role))
             for role in self.carried
         }
         published: dict[str, list[tuple[int, int]]] = {}
@@ -351,15 +353,23 @@ class Pages:
         # With a smaller bound than theirs, responses are made anew.
         for role in self.carried & kept.carried.keys() if kept.staleness <= self.lag else ():
             self._group(role).carry_on(kept.carried[role]).result()
-            self._tell_versions(role, dict(kept.published[role]))
+            self._tell_versions(role, dict(kept.published[role])).result()
 
-    def _tell_versions(self, role: str, versions: Mapping[int, int]) -> None:
+    def _unfinished(self, role: str) -> list[Batch]:
+        """Return what there is of a role's open rows."""
+        if self._serving is not None and role in self._serving.rollouts:
+            return self._serving.unfinished(role)
+        return [self._group(role).unfinished()]
+
+    def _tell_versions(self, role: str, versions: Mapping[int, int]) -> Future:
         """Tell who computes the lags of a role's tokens step -> the version after it."""
         session = self.run.session
+        told: Future
         if role in session.rollouts:
-            session.data.publish(role, versions).result()
+            told = session.data.publish(role, versions)
         else:
-            self._group(role).publish(versions).result()
+            told = self._group(role).publish(versions)
+        return told
 
     def _group(self, role: str) -> WorkerGroup:
         """Return the group that generates for a role."""
@@ -525,12 +535,23 @@ class Pages:
         self._published_at = time.perf_counter()
 
     def _sync(self) -> None:
-        if self._serving is not None:
-            self._serving.pause()
+        """Give all engines the newest weights, those too that take the place of lost ones."""
+        serving = self._serving
+        while serving is not None:
+            try:
+                serving.pause()
+                serving.regain()
+                self._give_weights()
+                serving.resume()
+                return
+            except WorkerError as error:
+                if not serving.find_lost(error):
+                    raise
+        self._give_weights()
+
+    def _give_weights(self) -> None:
         for name, rollout in self.run.session.rollouts.items():
-            if name in self.carried:
-                figures = [Metrics(maxima=one) for one in rollout.engines.stop().result()]
-                self._find(Metrics.merge(figures).prefixed(f"{name}/"))
+            stopped = rollout.engines.stop() if name in self.carried else None
             before = rollout.version
             rollout.sync()
             version = rollout.version
@@ -543,7 +564,9 @@ class Pages:
                     f"{version}, and the step ended with {self._trained[name]}: a later step was "
                     "trained before its turn; this is an error in hybridflow"
                 )
-            if name in self.carried:
+            if stopped is not None:
+                figures = [Metrics(maxima=one) for one in stopped.result()]
+                self._find(Metrics.merge(figures).prefixed(f"{name}/"))
                 self._tell_versions(name, {self.run.step: version})
             self._publish(name, version)
         # Engines that take turns with the training get the weights as they generate.

@@ -12,29 +12,38 @@ call waiting. What it has completed goes from its reply to the data's worker (la
 There are no threads: replies are taken wherever the controller waits for a reply (Outbox.wait). A
 replica without work is not asked before new rows are opened. A step whose rows have all landed is
 collected; no call is sent that would have to wait for rows under way.
+
+So nobody waits behind an engine whose process ends. The other replicas generate what it had not
+completed, another process takes its place, and gets weights with the others, at the end of the
+step: lost is what it had of responses that were not complete.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import attrs
 
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.contracts.runtime import Process
+from hybridflow.core.errors import HybridFlowError, WorkerError
 from hybridflow.core.groups.group import Future, WorkerGroup, replies_of
 from hybridflow.core.groups.outbox import Outbox, PendingReply
+from hybridflow.core.rollouts.replica import Replica
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.carried import BUSY
 
-MOMENT_S = 0.1
+MOMENT_S = 0.15
 """How long a call should take: weights wait for two of them at most."""
 WAITING = 2
 """Calls that a replica has at once, so that it need not wait for the controller."""
 MOST = 4096
 """The most steps of an engine in a call."""
+MOST_LOSSES = 3
+"""How often an engine may be lost before it completes a response."""
 
 
 class Asked(NamedTuple):
@@ -46,15 +55,17 @@ class Asked(NamedTuple):
     steps: int
     work: int
     """The replica's `work` when it was sent."""
+    opened: Sequence[Future]
+    """The calls before it that have given rows to the engine."""
 
 
 @attrs.define(eq=False)
-class Replica:
-    """One engine's ranks, and their calls under way."""
+class Served:
+    """A replica, and its calls under way."""
 
     role: str
     rollout: SeparateRollout
-    ranks: Sequence[int]
+    replica: Replica
     overlaps: bool
     """Whether it works while the controller waits."""
     most: int = 1
@@ -64,6 +75,10 @@ class Replica:
     work: int = 0
     """How often it was given work."""
     calls: deque[Asked] = attrs.field(factory=deque)
+    building: Future | None = None
+    """The build of an engine that takes the place of one that was lost, and has no weights yet."""
+    losses: int = 0
+    """How often it was lost since it last completed a response."""
 
     def wake(self) -> None:
         """Note that it has work."""
@@ -73,20 +88,30 @@ class Replica:
             self.most = 0  # what a checkpoint has complete comes first, and needs no step
 
     def ask(self) -> None:
-        """Have it work on, while it has work."""
-        while self.busy and len(self.calls) < (WAITING if self.overlaps else 1):
-            rows = self.rollout.engines.call_on(self.ranks, "advance", self.most)
+        """Have it work on, while it is alive and has work."""
+        while (
+            self.replica.alive and self.busy and len(self.calls) < (WAITING if self.overlaps else 1)
+        ):
+            rows = self.replica.group.call_on(self.replica.ranks, "advance", self.most)
             [reply] = replies_of(rows)
-            self.calls.append(Asked(rows, reply, self.most, self.work))
+            opened, self.replica.unread = self.replica.unread, []
+            self.calls.append(Asked(rows, reply, self.most, self.work, opened))
 
     @property
     def awaited(self) -> Any:
         """The reference of a reply to its oldest call; None where it has none."""
         return self.calls[0].reply.reference if self.calls else None
 
+    @property
+    def processes(self) -> list[Process]:
+        """Those of its ranks."""
+        return [self.replica.group.pool.processes[rank] for rank in self.replica.ranks]
+
     def take(self) -> Batch:
         """Take the reply to its oldest call: the rows that are complete."""
-        rows, reply, steps, work = self.calls.popleft()
+        rows, reply, steps, work, opened = self.calls.popleft()
+        for one in opened:
+            one.result()  # a row that could not be opened would never be complete
         busy = rows.metrics.maxima[BUSY] > 0
         # A call that was sent before the last work came does not know of it.
         self.busy = busy or work < self.work
@@ -107,23 +132,33 @@ class Serving:
         data: WorkerGroup,
         outbox: Outbox,
         overlaps: bool = True,
+        replaces: bool = False,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Begin with nothing to do.
 
         rollouts: by role. data: where responses land. overlaps: whether engines can work while the
-        controller waits; otherwise they do where it waits for them alone.
+        controller waits; otherwise they do where it waits for them alone. replaces: whether a
+        process can take the place of one that has ended; a replica of several is not replaced. say:
+        is told of replicas that are lost.
         """
         self.rollouts = rollouts
         self.data = data
         self.outbox = outbox
         self.overlaps = overlaps
+        self.say = say
         self.replicas = [
-            Replica(role, rollout, ranks, overlaps)
+            Served(role, rollout, replica, overlaps)
             for role, rollout in rollouts.items()
-            for ranks in _replicas(rollout.engines)
+            for replica in rollout.replicas
         ]
-        self._landings: dict[Any, tuple[SeparateRollout, Future]] = {}
+        self._working = False
+        """Whether replicas are to work."""
+        self._landings: dict[Any, tuple[Served, Future]] = {}
         """The reference of a reply -> the landing that it tells of."""
+        for served in self.replicas:
+            for process in served.processes:
+                process.expendable = replaces and len(served.processes) == 1
 
     @property
     def references(self) -> list[Any]:
@@ -134,32 +169,112 @@ class Serving:
     def arrived(self, reference: Any) -> None:
         """Take a reply: have its replica work on, or its step collected that is complete."""
         if (landing := self._landings.pop(reference, None)) is not None:
-            rollout, landed = landing
-            before = set(rollout.awaited)
-            rollout.land(landed.result())
-            for step in sorted(before - rollout.awaited.keys()):
-                if self._is_complete(step):
-                    self.outbox.free(step)
+            served, landed = landing
+            with self._losing(served):
+                self._land(served, landed.result())
             return
-        replica = next(one for one in self.replicas if one.awaited == reference)
-        self._take(replica)
+        served = next(one for one in self.replicas if one.awaited == reference)
+        self._take(served)
         if self.overlaps:
-            replica.ask()
+            served.ask()
 
-    def _take(self, replica: Replica) -> None:
-        rows = replica.take()
-        if rows.rows:
-            landed = self.data.land(replica.role, rows)
-            [reply] = landed.replies
-            self._landings[reply.reference] = (replica.rollout, landed)
+    def _take(self, served: Served) -> None:
+        """Take the reply to a replica's oldest call, and send what is complete to the data."""
+        with self._losing(served):
+            rows = served.take()
+            if rows.rows:
+                landed = self.data.land(served.role, rows)
+                [reply] = landed.replies
+                self._landings[reply.reference] = (served, landed)
+
+    def _land(self, served: Served, samples: Sequence[int]) -> None:
+        rollout = served.rollout
+        before = set(rollout.awaited)
+        rollout.land(samples)
+        served.losses = 0
+        for step in sorted(before - rollout.awaited.keys()):
+            if self._is_complete(step):
+                self.outbox.free(step)
+
+    # --- replicas that are lost ---
+
+    @contextmanager
+    def _losing(self, served: Served) -> Iterator[None]:
+        """Replace a replica if the body fails for its end."""
+        try:
+            yield
+        except WorkerError as error:
+            if not self._has_ended(served):
+                raise
+            self._lose(served, error)
+
+    def _has_ended(self, served: Served) -> bool:
+        mine = served.processes
+        return all(one.expendable for one in mine) and bool(self.data.runtime.ended(mine))
+
+    def find_lost(self, error: WorkerError) -> bool:
+        """Replace the replicas whose processes have ended; return whether there are any."""
+        lost = [served for served in self.replicas if self._has_ended(served)]
+        for served in lost:
+            self._lose(served, error)
+        return bool(lost)
+
+    def _lose(self, served: Served, error: WorkerError) -> None:
+        served.calls.clear()
+        for reference, (other, landed) in list(self._landings.items()):
+            if other is served:
+                del self._landings[reference]
+                with suppress(WorkerError):  # what it had may be gone with it
+                    self._land(served, landed.result())
+        served.losses += 1
+        if served.losses > MOST_LOSSES:
+            raise error
+        ranks = ", ".join(str(rank) for rank in served.replica.ranks)
+        pool = served.replica.group.pool.spec.name
+        self.say(
+            f"the engine of {served.role} on rank {ranks} of pool {pool!r} is gone: another one "
+            "starts, and others generate what it had not completed"
+        )
+        served.building = served.rollout.lose(served.replica)
+        if self._working:
+            self._wake()
+
+    def regain(self) -> None:
+        """Wait for the engines that start in the place of lost ones; they have no weights yet."""
+        for served in self.replicas:
+            while served.building is not None:
+                with self._losing(served):
+                    served.building.result()
+                    served.rollout.regain(served.replica)
+                    served.building = None
+
+    def resume(self) -> None:
+        """Give those engines the rows that wait for them: they have weights."""
+        for rollout in self.rollouts.values():
+            rollout.resume()
+
+    def unfinished(self, role: str) -> list[Batch]:
+        """Return what the engines of a role have of their open rows, for a checkpoint."""
+        found = []
+        for served in self.replicas:
+            if served.role == role and served.replica.alive:
+                with self._losing(served):
+                    rows = served.replica.group.call_on(served.replica.ranks, "unfinished")
+                    _ = rows.metrics  # waits
+                    found.append(rows)
+        return found
 
     def wake(self) -> None:
         """Have all replicas work: rows were opened, or the weights are there."""
-        for replica in self.replicas:
-            replica.wake()
-            if self.overlaps:
-                replica.ask()
+        self._working = True
+        self._wake()
         self.outbox.serving = self if self.overlaps else None
+
+    def _wake(self) -> None:
+        for served in self.replicas:
+            served.wake()
+            if self.overlaps:
+                served.ask()
 
     def complete(self, step: int) -> None:
         """Wait until all rows of a step have landed."""
@@ -167,9 +282,11 @@ class Serving:
         serving, self.outbox.serving = self.outbox.serving, None
         try:
             while not self._is_complete(step):
+                if any(step in one.awaited and not one.alive for one in self.rollouts.values()):
+                    self._restore()
                 if not self.references:
-                    for replica in self.replicas:
-                        replica.ask()
+                    for served in self.replicas:
+                        served.ask()
                 if not (references := self.references):
                     raise HybridFlowError(
                         f"rows of step {step} are not complete, and no engine has work; this is an "
@@ -179,21 +296,24 @@ class Serving:
         finally:
             self.outbox.serving = serving
 
+    def _restore(self) -> None:
+        """Give engines in the place of lost ones the present weights, for the step's own rows.
+
+        The trainer waits for these, so that its weights are those of the step before.
+        """
+        self.regain()
+        for rollout in self.rollouts.values():
+            rollout.sync()
+        self.resume()
+        self._wake()
+
     def _is_complete(self, step: int) -> bool:
         return not any(step in rollout.awaited for rollout in self.rollouts.values())
 
     def pause(self) -> None:
         """Wait until no replica works: their weights are about to change, or other calls come."""
         self.outbox.serving = None
-        for replica in self.replicas:
-            while replica.calls:
-                self._take(replica)
-
-
-def _replicas(group: WorkerGroup) -> list[list[int]]:
-    """Return the ranks of each replica of a group's engines."""
-    assert group.generation is not None
-    ranks: dict[int, list[int]] = {}
-    for rank, replica in group.generation.replica_of.items():
-        ranks.setdefault(replica, []).append(rank)
-    return [ranks[replica] for replica in sorted(ranks)]
+        self._working = False
+        for served in self.replicas:
+            while served.calls:
+                self._take(served)

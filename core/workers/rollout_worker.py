@@ -120,7 +120,8 @@ class RolloutWorker(OpensRows):
         The metric BUSY says whether some are under way after that.
         """
         busy = self.carried.advance(self.engine, most)
-        rows = rows_of(self.carried.finished())
+        finished = self.carried.finished()
+        rows = rows_of(finished) if finished else Batch()
         return Batch({name: rows[name] for name in rows}, Metrics(maxima={BUSY: float(busy)}))
 
     @register(Protocol.ONE_TO_ALL)

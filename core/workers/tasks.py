@@ -122,10 +122,10 @@ class DataWorker(Worker):
         self.landed[role].publish(versions)
 
     @register(Protocol.RANK_ZERO)
-    def keep_opened(self, role: str, rows: Batch, file: str) -> str:
+    def keep_opened(self, role: str, rows: list[Batch], file: str) -> str:
         """Write a role's open rows, as engines have them, and those landed; return the SHA-256."""
         landed = self.landed[role].rows()
-        return write_batch(Path(file), Batch.concat([rows, landed]))
+        return write_batch(Path(file), Batch.concat([*rows, landed]))
 
     @register(Protocol.RANK_ZERO)
     def matched(self, prompts: Batch, kept: Batch) -> Batch:

@@ -32,6 +32,9 @@ class RuntimeConformance:
     processes = True
     """Whether each rank is a process of its own: pools run side by side, and may be killed."""
 
+    replaces = False
+    """Whether it can start a process in the place of one that has ended (Runtime.replace)."""
+
     @pytest.fixture
     def runtime(self) -> Runtime:
         """The author's runtime, started."""
@@ -80,7 +83,7 @@ class RuntimeConformance:
         slow, quick = (call.replies[0].reference for call in calls)
         told = runtime.first([slow, quick])
         require(
-            told == quick and [call.result() for call in calls] == [[10], [11]],
+            told == quick and [call.result() for call in calls] == [10, 11],
             got="of two replies the one was told whose rank sleeps",
             expected="the other one: it is there",
             likely="first returns the first of the replies",
@@ -282,6 +285,34 @@ class RuntimeConformance:
             got=f"two calls of 1.5 s in two pools took {spent:.1f} s",
             expected="about 1.5 s",
             likely="submit waits for the call, or pools share a process",
+        )
+
+    def test_a_process_takes_the_place_of_an_expendable_one_that_has_ended(self, groups, runtime):
+        """Its end is told to who waits for it alone; a fresh one works in its place."""
+        if not self.replaces:
+            pytest.skip("it replaces no processes")
+
+        group, other = groups("replaced", ranks=2), groups("first")
+        group.pool.processes[1].expendable = True
+        lost = group.call_on([1], "end_the_process")
+        undisturbed = other.note(3, 1.5).result()
+        require_raises(
+            lost.result,
+            WorkerDied,
+            what="a call whose expendable process was killed",
+            likely="wait does not look at the process, and would wait for ever",
+        )
+        ended = [process.rank for process in runtime.ended(group.pool.processes)]
+        group.pool.replace(1)
+        group.renew(1).result()
+        found = group.note(4).result()
+        require(
+            (undisturbed, ended, found) == ([30], [1], [40, 41]),
+            got=f"another pool's call gave {undisturbed}; ended are ranks {ended}; "
+            f"with the fresh process a call of both ranks gives {found}",
+            expected="[30], [1] and [40, 41]",
+            likely="ended or replace is about another process, or wait raises for one that is "
+            "expendable",
         )
 
     # These two come last: a runtime may refuse everything once a pool is stuck or a process is

@@ -91,6 +91,8 @@ class TestInline(RuntimeConformance):
 
 
 class TestRay(RuntimeConformance):
+    replaces = True
+
     @pytest.fixture
     def runtime(self, ray_runtime):
         return ray_runtime

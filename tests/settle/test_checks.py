@@ -12,6 +12,7 @@ from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.rollout import EngineSettings
+from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins import Registry
@@ -87,6 +88,24 @@ def test_a_run_whose_bits_repeat_is_taken_on_gpus_and_every_run_on_cpus(monkeypa
 
 APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
 CORRECTED = "algorithm.correction=mask"
+
+
+def test_engines_that_never_stop_have_a_process_for_data_and_rewards():
+    never_stop = ("run.max_staleness=2", CORRECTED, *APART)
+    added = job(*never_stop)
+    assert added.pools["cpu"] == ResourcePool("cpu", (1,), "cpu")
+    assert (added.reward_pool, added.data_pool) == ("cpu", "cpu")
+    assert (
+        added.carried_apart == {"actor"} and not job("run.max_staleness=2", CORRECTED).carried_apart
+    )
+    assert "cpu" not in job("run.max_staleness=1", CORRECTED, *APART).pools
+
+    # One that is there is taken; a pool of that name with models is left alone.
+    judges = "pools={main=[1], engines=[1], judges={devices=[1], device='cpu'}}"
+    given = job(*never_stop, judges)
+    assert (given.reward_pool, set(given.pools)) == ("judges", {"main", "engines", "judges"})
+    models = job(*never_stop, "pools={cpu=[1], engines=[1]}", "actor.pool=cpu")
+    assert models.pools["cpu-2"].device == "cpu" and models.data_pool == "cpu-2"
 
 
 def test_the_policy_that_generated_as_the_old_one_needs_no_correction():

@@ -198,6 +198,13 @@ def test_a_group_is_joined_once_and_ended_by_who_made_it():
     assert not dist.is_initialized()
 
 
+def test_one_that_meets_nobody_is_alone_in_its_group():
+    late = Host("main", 3, 4, CountingStore())
+    late.join(None, "cpu")
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    late.leave()
+
+
 def test_ranks_are_let_in_at_a_host_until_it_leaves():
     host = Host("main", 0, 2, CountingStore())
     meeting = host.serve("127.0.0.1", b"k" * 32)

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from hybridflow.backends.inline.runtime import InlineProcess, InlineRuntime
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.worker import Worker, register
-from hybridflow.core.errors import HybridFlowError, WorkerError
+from hybridflow.core.errors import HybridFlowError, WorkerDied, WorkerError
 from hybridflow.core.groups.group import Pool, WorkerGroup, is_held
 from hybridflow.core.groups.outbox import Outbox
 from hybridflow.core.job.sections import SyncConfig
-from hybridflow.core.plugins import registry
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.running import serving as module
 from hybridflow.core.running.serving import Serving
@@ -31,7 +31,11 @@ class Engine(Worker):
 
     def __init__(self, context):
         super().__init__(context)
-        self.left, self.asked = {}, []
+        self.left, self.asked, self.built = {}, [], False
+
+    @register(Protocol.ONE_TO_ALL)
+    def build(self) -> None:
+        self.built = True
 
     @register(Protocol.MICRO_DP)
     def open(self, batch: Batch, sampling: SamplingParams, seed: int) -> None:
@@ -43,6 +47,7 @@ class Engine(Worker):
     @register(Protocol.ONE_TO_ALL, same_rows=False)
     def advance(self, most: int) -> Batch:
         self.asked.append(most)
+        assert self.built
         if -1 in self.left.values():
             raise ValueError("it broke")
         steps = min(most, max(self.left.values(), default=0))
@@ -54,6 +59,10 @@ class Engine(Worker):
         return Batch(
             {"sample_id": torch.tensor(done)}, Metrics(maxima={BUSY: float(bool(self.left))})
         )
+
+    @register(Protocol.MICRO_DP, same_rows=False)
+    def unfinished(self) -> Batch:
+        return Batch({"sample_id": torch.tensor(sorted(self.left))})
 
     @register(Protocol.ONE_TO_ALL)
     def seen(self) -> tuple[list[int], int]:
@@ -79,6 +88,55 @@ class Data(Worker):
         return batch
 
 
+class Mortal(InlineProcess):
+    """A process that may be killed: its calls then raise WorkerDied."""
+
+    dead = False
+
+    def submit(self, message, label):
+        return self.thread.submit(self._live, message)
+
+    def _live(self, message):
+        made = None if self.dead else self._run(message)
+        if self.dead:
+            raise WorkerDied("killed", role="engines", phase="?", rank=self.rank)
+        return made
+
+
+class MortalRuntime(InlineRuntime):
+    """Replaces processes, and counts them."""
+
+    replaced = 0
+
+    def launch(self, pool, device, environment):
+        made = super().launch(pool, device, environment)
+        for process in made:
+            process.__class__ = Mortal
+        return made
+
+    def ended(self, processes):
+        return [process for process in processes if process.dead]
+
+    def replace(self, process):
+        self.replaced += 1
+        fresh = Mortal(process.pool, process.rank)
+        self.processes[self.processes.index(process)] = fresh
+        return fresh
+
+
+class Rollout(SeparateRollout):
+    """Its weights are counted alone."""
+
+    syncs = 0
+
+    def regain(self, replica):
+        self.forget()
+
+    def sync(self):
+        self.syncs += 1
+        self.version = 1
+
+
 class Trainer(Worker):
     @register(Protocol.ONE_TO_ALL)
     def work(self, seconds: float) -> None:
@@ -91,6 +149,7 @@ class Made(NamedTuple):
     rollout: SeparateRollout
     data: WorkerGroup
     trainer: WorkerGroup
+    said: list[str]
 
     @property
     def engines(self) -> WorkerGroup:
@@ -109,24 +168,26 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def make(monkeypatch):
-    """make(overlaps): engines of two replicas of two ranks, a data worker, a trainer; the ranks are threads."""
+    """make(overlaps, tp): engines on four ranks, a data worker, a trainer; the ranks are threads."""
     monkeypatch.setattr(module, "MOMENT_S", 0.02)
-    runtime = registry().get("runtime", "inline")(None)
+    runtime = MortalRuntime(None)
     runtime.start()
     outbox = Outbox({"engines", "data"})
 
-    def make(overlaps: bool = True) -> Made:
+    def make(overlaps: bool = True, tp: int = 2) -> Made:
+        shape = generation_layout(ParallelLayout(dp=4), tp=tp, grouping="consecutive")
         engines, data, trainer = (
             WorkerGroup(
                 worker, Pool.launch(ResourcePool(name, (size,)), runtime), name=name, outbox=outbox,
-                generation=generation_layout(ParallelLayout(dp=4), tp=2, grouping="consecutive") if size == 4 else None,
+                generation=shape if size == 4 else None,
             )
             for worker, name, size in ((Engine, "engines", 4), (Data, "data", 2), (Trainer, "trainer", 2))
         )  # fmt: skip
-        rollout = SeparateRollout(trainer, engines, SyncConfig())
-        return Made(
-            outbox, Serving({"actor": rollout}, data, outbox, overlaps), rollout, data, trainer
-        )
+        engines.build().result()
+        rollout = Rollout(trainer, engines, SyncConfig())
+        said: list[str] = []
+        serving = Serving({"actor": rollout}, data, outbox, overlaps, True, said.append)
+        return Made(outbox, serving, rollout, data, trainer, said)
 
     yield make
     outbox.serving = None
@@ -149,7 +210,7 @@ def seen_at_the_end(made: Made) -> list[tuple[list[int], int]]:
 
 
 def test_engines_work_while_another_reply_is_waited_for_and_a_complete_step_is_collected(made):
-    assert [replica.ranks for replica in made.serving.replicas] == [[0, 1], [2, 3]]
+    assert [served.replica.ranks for served in made.serving.replicas] == [[0, 1], [2, 3]]
     # 40 steps of the first replica, 80 of the second
     rows = made.open(7, 40, 10, 80, 20)
     made.outbox.step = 7
@@ -200,7 +261,7 @@ def test_work_that_comes_behind_the_calls_under_way_is_done(made):
     made.open(1, 1, 1, 1, 1)
     made.serving.wake()
     # Two calls are under way for each replica, which end the work that they know of.
-    assert [len(replica.calls) for replica in made.serving.replicas] == [2, 2]
+    assert [len(served.calls) for served in made.serving.replicas] == [2, 2]
     made.open(2, 30, 30, 30, 30, at=4)
     made.serving.wake()
     seen_at_the_end(made)
@@ -241,3 +302,99 @@ def test_an_engine_that_fails_ends_whatever_is_waited_for(made):
     with pytest.raises(WorkerError, match="it broke"):
         made.trainer.work(3.0).result()
     assert time.monotonic() - began < 2.0
+
+
+def kill(made: Made, rank: int) -> None:
+    made.engines.pool.processes[rank].dead = True
+
+
+def test_others_generate_what_a_lost_replica_had_and_another_takes_its_place(make):
+    made = make(tp=1)
+    made.open(1, 5, 5, 5, 60)
+    made.serving.wake()
+    while len(made.rollout.awaited.get(1, ())) != 1:
+        made.trainer.work(0.02).result()
+    made.open(2, 10, 10, 10, 10, at=4)
+    made.serving.wake()
+    kill(made, 3)
+    made.serving.complete(1)
+    made.serving.complete(2)
+    assert made.rollout.awaited == {}
+    [said] = made.said
+    assert said.startswith("the engine of actor on rank 3 of pool 'engines' is gone: another one")
+    # Each row has landed once: the lost one's are made by the others, anew.
+    assert sorted(landed_of(made)) == list(range(8))
+
+    # It gets rows again once it has weights.
+    made.serving.pause()
+    made.open(3, 10, 10, 10, 10, at=8)
+    assert samples_of_replicas(made) == [[8, 9], [10], [11], []]
+    made.serving.regain()
+    made.rollout.sync()
+    made.serving.resume()
+    made.open(4, 10, 10, 10, 10, at=12)
+    assert samples_of_replicas(made) == [[8, 9, 12], [10, 13], [11, 14], [15]]
+    made.serving.complete(4)
+    assert sorted(landed_of(made)) == list(range(16)) and made.data.runtime.replaced == 1
+
+
+def samples_of_replicas(made: Made) -> list[list[int]]:
+    return [
+        [sample for given in replica.given for sample in given.samples.tolist()]
+        for replica in made.rollout.replicas
+    ]
+
+
+def landed_of(made: Made) -> list[int]:
+    return made.data.pool.processes[0].host.workers["data"].rows
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_rows_of_an_only_engine_wait_for_the_one_that_takes_its_place(make, overlaps):
+    made = make(overlaps, tp=1)
+    for rank in (0, 1, 2):  # as if there were one
+        made.rollout.replicas[rank].alive = False
+    made.open(1, 5, 5, 5, 5)
+    assert samples_of_replicas(made) == [[], [], [], [0, 1, 2, 3]]
+    made.serving.wake()
+    kill(made, 3)
+    made.serving.complete(1)
+    assert made.rollout.awaited == {} and made.rollout.syncs == 1
+    assert sorted(landed_of(made)) == [0, 1, 2, 3]
+
+
+def test_an_engine_that_is_lost_again_and_again_ends_the_run(make):
+    made = make(tp=1)
+    made.open(1, *[500] * 4)
+    made.serving.wake()
+    with pytest.raises(WorkerDied, match="killed"):
+        for _ in range(5):
+            kill(made, 2)
+            made.trainer.work(0.05).result()
+            made.serving.pause()
+            made.serving.regain()
+            made.serving.resume()
+            made.open(1, *[500] * 4)
+            made.serving.wake()
+    assert made.data.runtime.replaced == module.MOST_LOSSES
+
+
+def test_a_replica_of_several_ranks_is_not_replaced(make):
+    made = make()
+    made.open(1, *[500] * 4)
+    made.serving.wake()
+    kill(made, 3)
+    with pytest.raises(WorkerDied, match="killed"):
+        made.trainer.work(2.0).result()
+    assert made.data.runtime.replaced == 0 and made.said == []
+
+
+def test_a_checkpoint_has_what_the_replicas_have_that_live(make):
+    made = make(tp=1)
+    made.open(1, *[500] * 4)
+    made.serving.wake()
+    made.serving.pause()
+    kill(made, 1)
+    found = [rows["sample_id"].values.tolist() for rows in made.serving.unfinished("actor")]
+    assert found == [[0], [2], [3]]  # row 1 is given to the first one, after it was asked
+    assert made.serving.unfinished("critic") == []
