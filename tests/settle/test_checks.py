@@ -104,7 +104,8 @@ def test_engines_that_never_stop_have_a_process_for_data_and_rewards():
     judges = "pools={main=[1], engines=[1], judges={devices=[1], device='cpu'}}"
     given = job(*never_stop, judges)
     assert (given.reward_pool, set(given.pools)) == ("judges", {"main", "engines", "judges"})
-    models = job(*never_stop, "pools={cpu=[1], engines=[1]}", "actor.pool=cpu")
+    engines = ("pools={main=[1], cpu=[1]}", "actor.generation.pool=cpu")
+    models = job("run.max_staleness=2", CORRECTED, *engines)
     assert models.pools["cpu-2"].device == "cpu" and models.data_pool == "cpu-2"
 
 
