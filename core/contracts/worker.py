@@ -173,7 +173,7 @@ def register(
         the call's arguments that returns them: what asks for the names does not wait then.
     early: whether training changes nothing of what the method does, so that a step that is written
         ahead (run.max_staleness) sends the call before its turn, to any pool.
-    late: whether the call would wait for work that is under way on its ranks, so that a step that
+    late: whether the call needs work that is under way, on its ranks or others, so that a step that
         is written ahead sends it when that is done, or when its result is asked for.
 
     Annotate the method's return type: a `-> Batch` stays on the workers and is passed on by

@@ -29,7 +29,7 @@ class Given:
 
 @attrs.define(eq=False)
 class Replica:
-    """The ranks of an engine, and what it has not completed."""
+    """An engine on some ranks of its group, and the rows that it was given and not completed."""
 
     group: WorkerGroup
     ranks: Sequence[int]

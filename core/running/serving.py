@@ -89,9 +89,8 @@ class Served:
 
     def ask(self) -> None:
         """Have it work on, while it is alive and has work."""
-        while (
-            self.replica.alive and self.busy and len(self.calls) < (WAITING if self.overlaps else 1)
-        ):
+        at_once = WAITING if self.overlaps else 1
+        while self.replica.alive and self.busy and len(self.calls) < at_once:
             rows = self.replica.group.call_on(self.replica.ranks, "advance", self.most)
             [reply] = replies_of(rows)
             opened, self.replica.unread = self.replica.unread, []

@@ -398,3 +398,22 @@ def test_a_checkpoint_has_what_the_replicas_have_that_live(make):
     found = [rows["sample_id"].values.tolist() for rows in made.serving.unfinished("actor")]
     assert found == [[0], [2], [3]]  # row 1 is given to the first one, after it was asked
     assert made.serving.unfinished("critic") == []
+
+
+def test_an_engine_that_ends_while_all_rest_is_found_and_nobody_is_asked_meanwhile(make):
+    """As the engines get weights, or for a checkpoint."""
+    made = make(tp=1)
+    made.open(1, *[500] * 4)
+    made.serving.wake()
+    made.serving.pause()
+    error = WorkerDied("killed", role="engines", phase="begin_update", rank=0)
+    assert not made.serving.find_lost(error) and made.said == []
+    kill(made, 0)
+    assert made.serving.find_lost(error)
+    assert len(made.said) == 1 and made.data.runtime.replaced == 1
+    assert made.serving.references == [] and made.outbox.serving is None
+    assert not made.rollout.replicas[0].alive
+    made.serving.regain()
+    assert made.rollout.version is None and not made.serving.find_lost(error)  # weights come next
+    made.serving.resume()
+    assert all(replica.alive for replica in made.rollout.replicas)
