@@ -84,7 +84,7 @@ healthy: $(VENV)/.done
 
 # A run with a step ahead whose trainer, engines and controller are killed at random, bit for bit; 3 kills are among the tests.
 kills: $(VENV)/.done
-	HYBRIDFLOW_KILLS=20 $(PY) -m pytest -n0 tests/run/test_ahead.py -k kills
+	HYBRIDFLOW_MATRIX=1 HYBRIDFLOW_KILLS=20 $(PY) -m pytest -n0 tests/run/test_ahead.py -k kills
 
 # A quarter of an hour: the steps to 95% of held-out sums, with a step ahead and without.
 ahead: $(VENV)/.done

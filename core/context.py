@@ -53,17 +53,28 @@ class GroupRoleHandle:
         sample_ids = torch.arange(first, first + prompts.rows, dtype=torch.int32)
         numbered = prompts.with_columns(sample_id=sample_ids)
 
+        if self._ctx.replay is None:
+            added = self._generate(numbered, params)
+        else:
+            number = len(self._ctx.generated)
+            replayed = self._ctx.replay(self._ctx.step, number, self.role.name, numbered)
+            added = [self._watch(replayed)]
+        self._ctx.generated.append(Generated(self.role.name, numbered, added))
+        return numbered.join(*added)
+
+    def _generate(self, numbered: Batch, params: SamplingParams) -> list[Batch]:
+        """Return responses to these prompts, and by how many steps they lag where that is known."""
         responses = self._ctx.kept(numbered)
         replayed = responses is not None
         if responses is None:
             responses = self._respond(numbered, params)
-        generated = numbered.join(self._watch(responses))
+        added = [self._watch(responses)]
         if isinstance(self.rollout, SeparateRollout) and not self._carries:
-            ahead = self._ctx.generated(self.role, self.rollout, numbered, responses, replayed)
+            ahead = self._ctx.sent(self.role, self.rollout, numbered, responses, replayed)
             if self.rollout.ahead:
                 lag = torch.full((numbered.rows,), int(ahead), dtype=torch.int8)
-                generated = generated.with_columns(**{LAG: lag})
-        return generated
+                added.append(Batch({LAG: lag}))
+        return added
 
     def _respond(self, prompts: Batch, params: SamplingParams) -> Batch:
         seed = self._ctx.seed
@@ -170,6 +181,17 @@ class Generation:
         return self.version is None
 
 
+@attrs.frozen(eq=False)
+class Generated:
+    """One call of `generate`."""
+
+    role: str
+    prompts: Batch
+    """The rows that it was given."""
+    added: Sequence[Batch]
+    """The columns that it has added, of the same rows."""
+
+
 class Recorder(Typing):
     """Chooses rows of a step to be recorded."""
 
@@ -214,6 +236,9 @@ class GroupStepContext:
         """Number of the current step, from 1."""
         self.recorder: Recorder | None = None
         """Chooses rows of the step to be recorded, if any are."""
+        self.replay: Callable[[int, int, str, Batch], Batch] | None = None
+        """Returns what another run has generated: by step, number of the call in it, role, prompts.
+        None: engines generate."""
         self.carries: Collection[str] = ()
         """The roles whose responses may outlive a generation phase, or newer weights."""
         self._aside = False
@@ -223,6 +248,8 @@ class GroupStepContext:
         """Forget the calls of the step."""
         self.generations: list[Generation] = []
         """What engines in pools of their own have generated, `aside` too."""
+        self.generated: list[Generated] = []
+        """Every call of `generate` of the step, `aside` too."""
         self.updates: list[tuple[str, Future]] = []
         """(role, its update) of the step, `aside` too."""
         self.replays: Sequence[Batch | None] = ()
@@ -312,7 +339,7 @@ class GroupStepContext:
             self._results.append((role, result))
         return result
 
-    def generated(
+    def sent(
         self,
         role: Role,
         rollout: SeparateRollout,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -68,19 +69,19 @@ def settings(job: Job) -> dict[str, Any]:
     return json.loads(json.dumps(leaves, default=str))
 
 
-def changes(job: Job) -> list[Change] | None:
-    """Compare a job's settings with those in its folder; None where the folder has none.
+def changes(job: Job, folder: Path | None = None) -> list[Change] | None:
+    """Compare a job's settings with those in a run's folder; None where the folder has none.
 
-    A setting that only one version of hybridflow has is not compared. Raises ConfigError where the
-    folder's file of settings is damaged.
+    folder: None stands for the job's own. A setting that only one version of hybridflow has is not
+    compared. Raises ConfigError where the folder's file of settings is damaged.
     """
-    mark = job.folder / MARK
+    mark = (folder or job.folder) / MARK
     try:
         before = read_sealed(mark).get(SETTINGS) if mark.is_file() else None
     except DamagedError as error:
         raise ConfigError(
-            f"--resume: {error}. Put back a copy, or remove it: the run goes on then without a "
-            "comparison of its settings"
+            f"{error}. Put back a copy, or remove it: nothing compares the run's settings with "
+            "the present ones then"
         ) from error
     if before is None:
         return None

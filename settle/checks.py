@@ -17,6 +17,7 @@ from hybridflow.core.contracts.runtime import runtime_settings
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.running.journal import Journal
 from hybridflow.core.workers.gradients import LAG
 from hybridflow.settle.config.structure import Problem
 
@@ -65,6 +66,8 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
             )
         return
 
+    if job.replayed is not None:
+        return  # of the steps that are replayed, which that run has checked
     generating = {name: model for name, model in job.models.items() if model.spec.engine}
     if not any(model.role.generates and model.role.trained for model in generating.values()):
         yield key, f"is {most}, and {algorithm} trains no model that generates; set 0"
@@ -116,6 +119,34 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
             if hasattr(job.algorithm.config, "correction")
             else f"is {most}, and {algorithm} does not say that it weighs tokens of older weights "
             "(Algorithm.corrects_staleness); set 0",
+        )
+
+
+@_reads("run", "algorithm")
+def replay(job: Job) -> Iterator[tuple[str, str]]:
+    """The run that is replayed is another one, and has a journal of all steps."""
+    key = "run.replay"
+    if (replayed := job.replayed) is None:
+        return
+    if not any(role.generates for role in job.algorithm.roles()):
+        if job.stage is None:
+            yield key, f"algorithm {job.algorithm_name!r} generates nothing; remove it"
+        return
+    if replayed.resolve() == job.folder.resolve():
+        yield key, "is the run's own folder; give this run a name of its own (run.name)"
+        return
+    steps = Journal(replayed).whole()
+    if not steps:
+        yield (
+            key,
+            f"{str(replayed)!r} has no journal that begins at step 1; name the folder of a run "
+            "with run.journal = true",
+        )
+    elif steps < job.run.steps:
+        yield (
+            key,
+            f"the journal in {str(replayed)!r} has the steps 1 to {steps}, and run.steps is "
+            f"{job.run.steps}; set {steps} at most",
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.settle.changes import changes
 from hybridflow.settle.placement import planner_of
 
 
@@ -31,7 +33,9 @@ def remarks(job: Job) -> Iterator[str]:
             "false, and there are no checkpoints"
         )
 
-    if run.max_staleness:
+    if job.replayed is not None:
+        yield from _replays(job, job.replayed)
+    elif run.max_staleness:
         yield from _ahead(job)
 
     # Rows that are left over make a small mini-batch of their own.
@@ -75,6 +79,19 @@ def remarks(job: Job) -> Iterator[str]:
                 f"{name}.optimizer.warmup_steps: is {optimizer.warmup_steps}, and the run has "
                 f"{total} steps of it"
             )
+
+
+def _replays(job: Job, replayed: Path) -> Iterator[str]:
+    """Yield what a run that replays another one leaves out, and in which settings it differs."""
+    left_out = "engines"
+    if "validation" in job.tables and job.validation is None:
+        left_out = "engines and validations"
+    yield f"run.replay: responses come from {replayed}; there are no {left_out}"
+    found = changes(job, replayed) or []
+    # What its engines, places and reports are does not matter; what the algorithm is does.
+    different = [change for change in found if not change.allowed or change.key.endswith(".layout")]
+    for change in sorted(different, key=lambda change: change.key):
+        yield f"run.replay: {change}: the training will not have the same bits"
 
 
 def _ahead(job: Job) -> Iterator[str]:

@@ -155,6 +155,8 @@ def resolve_job(
     planner = _planner(reader, placement)
     pools = reader.pools()
 
+    if run.replay is not None and validation is not None and validation.generate:
+        validation = validation_data = None
     validates = validation is not None and validation.generate
     roles = _roles(reader, algorithm, validates)
     unused = reader.unused_roles({role.name for role in roles} | {*more_data})
@@ -167,7 +169,8 @@ def resolve_job(
     tokens = max(prompts) + sampling.max_tokens if all(prompts) else None
     resolver = RoleResolver(reader, pools, run, sampling, earlier, updates, tokens)
     for role in roles:
-        resolver.resolve(role, generates=role.generates or (validates and role.name == "actor"))
+        generates = role.generates or (validates and role.name == "actor")
+        resolver.resolve(role, generates and run.replay is None)
 
     # A model and its tokenizer belong together: the one of an earlier stage is taken over.
     tokenizer_path, follows = tokenizer_folder(reader.tables, earlier)
@@ -204,7 +207,7 @@ def resolve_job(
         unused=tuple(unused),
         follows=follows,
     )
-    job = _with_pool_for_rows(job)
+    job = _with_pool_for_rows(job) if run.replay is None else _without_pools_of_engines(job, reader)
     # The devices of this machine say nothing about another one.
     machine = {"runtime"} if reader.elsewhere else set()
     reader.problems += cross_checks(job, reader.failed | machine)
@@ -221,6 +224,19 @@ def _with_pool_for_rows(job: Job) -> Job:
     name = next(name for name in ("cpu", "cpu-2", "cpu-3") if name not in job.pools)
     pool = ResourcePool(name, (1,), "cpu")
     return attrs.evolve(job, pools={**job.pools, name: pool})
+
+
+def _without_pools_of_engines(job: Job, reader: Reader) -> Job:
+    """Return the job without the pools that only engines would be in."""
+    apart = {
+        table["generation"].get("pool")
+        for table in reader.tables.values()
+        if isinstance(table, Mapping) and isinstance(table.get("generation"), Mapping)
+    }
+    used: set[str | None] = {model.pool for model in job.models.values()}
+    used |= {scorer.pool for scorer in job.scorers.values()} | {job.main_pool}
+    pools = {name: pool for name, pool in job.pools.items() if name in used or name not in apart}
+    return attrs.evolve(job, pools=pools)
 
 
 def _seeded(data: DataConfig, seed: int) -> DataConfig:

@@ -317,9 +317,9 @@ class RoleResolver:
             *_beyond(backend.name, layout, kind),
             *self._size_problems(spec, layout),
         ]
-        generation = transport = None
-        apart = None if section.generation.pool == section.pool else section.generation.pool
+        generation = transport = apart = None
         if engine is not None:
+            apart = None if section.generation.pool == section.pool else section.generation.pool
             uneven = _heads_problems(spec, "generation.tp", section.generation.tp)
             problems += uneven
             settings = engine_settings(engine.config)
@@ -335,9 +335,9 @@ class RoleResolver:
         if problems or (engine is not None and transport is None):
             return None
 
-        stop = math.inf
-        if engine is not None:
-            stop = self.run.mismatch_stop or _mismatch_stop(spec, backend.config, engine.config)
+        stop = self.run.mismatch_stop or math.inf
+        if engine is not None and self.run.mismatch_stop is None:
+            stop = _mismatch_stop(spec, backend.config, engine.config)
         model = ModelRole(
             model=spec,
             backend=backend.name,

@@ -221,6 +221,16 @@ class Job:
         return [name for name, model in self.models.items() if model.spec.optimizer is not None]
 
     @property
+    def replayed(self) -> Path | None:
+        """The folder of the run whose responses it gets in the place of engines, with run.replay.
+
+        That of a run with stages is the same stage's.
+        """
+        if self.run.replay is None:
+            return None
+        return Path(self.run.replay, self.stage or "")
+
+    @property
     def main_pool(self) -> str:
         """The pool of numerical work, and of rewards without one: the actor's, else the first."""
         if "actor" in self.models:

@@ -56,6 +56,15 @@ class RunSection:
     restarts: int = setting(0, non_negative)
     """How many times the run resumes from its last checkpoint by itself after a worker has died."""
 
+    # What is generated, in files
+    journal: bool = False
+    """Whether the run keeps what it generates in `journal`, about 11 bytes a token, so that
+    another run can replay it."""
+    replay: str | None = None
+    """Folder of a run whose journal takes the place of engines: the same prompts are drawn, and get
+    the responses that they got there. Neither engines nor validations by generating are run. With
+    the same settings the training has the same bits, where the backend repeats its own."""
+
     # Guards against rollouts that do not match the trainer
     max_staleness: int = setting(0, non_negative)
     """Number of steps by which the weights that generate may be behind those that are trained. 0:

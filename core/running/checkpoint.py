@@ -34,7 +34,7 @@ DAMAGED = "damaged-"
 """Prefix of the name of a checkpoint that was found damaged."""
 STATE = "state.json"
 """The file that completes a checkpoint."""
-FORMAT, WITH_AHEAD = 3, 5
+FORMAT, WITH_AHEAD = 3, 6
 """Versions of a checkpoint's files, without and with what is generated of later steps; those of
 another format are refused."""
 

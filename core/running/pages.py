@@ -52,6 +52,7 @@ from hybridflow.core.groups.group import Future, WorkerGroup
 from hybridflow.core.groups.outbox import Call
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import Ahead
+from hybridflow.core.running.journal import Journal, Replay
 from hybridflow.core.running.probes import Probes
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.serving import Serving
@@ -140,13 +141,18 @@ class Pages:
         self.run = run
         self.algorithm = algorithm
         self.say = say
-        self.lag = run.job.run.max_staleness
+        self.lag = 0 if run.job.replayed else run.job.run.max_staleness
         """The number of pages by which the engines' weights may be behind; 0: none is written
         ahead."""
         self.carried = run.job.carried
         """The roles whose responses may outlive a generation phase, or newer weights."""
         self.written: deque[Page] = deque()
         """The pages that have not ended, from the oldest one; each has been written, or is."""
+        self._journal = Journal(run.job.folder) if run.job.run.journal else None
+        if self._journal is not None:
+            self._journal.begin(run.step)
+        if (replayed := run.job.replayed) is not None:
+            run.ctx.replay = Replay(Journal(replayed), run.session.data)
         rollouts = run.session.rollouts
         for rollout in rollouts.values():
             rollout.ahead = self.lag > 0
@@ -432,11 +438,15 @@ class Pages:
             )
         with self.charged(page):
             generations, updates = page.ctx.generations, page.ctx.updates
+            generated = page.ctx.generated
             began = time.time()
             metrics = page.ctx.finish()
             lags = [self._lag(page, generation) for generation in generations]
             for role, update in updates:
                 self._look_at(page, role, update.result())
+        if self._journal is not None:
+            with self._aside():
+                self._journal.write(page.step, generated, self.run.session.data)
         waited = self._waited(page, began, [update for _, update in updates])
         _reduce_weights(metrics)
         found, self._found = self._found, Metrics()

@@ -24,6 +24,8 @@ FORK = "fork.json"
 """The file that says at which run's step a fork began."""
 METRICS = "metrics.jsonl"
 """The metrics of each step, as the tracker `jsonl` writes them."""
+JOURNAL = "journal"
+"""The folder of what a run has generated, of each step (running/journal.py)."""
 RECORDING = "recording"
 """The folder of recorded samples and times."""
 EVALUATIONS = "evaluations"
@@ -44,6 +46,6 @@ TENSORBOARD = "tensorboard"
 """The folder that the tracker `tensorboard` writes."""
 WRITTEN = (
     *(MARK, DONE, FORK, CHECKPOINTS, EXPORT, PARTIAL_EXPORT, TOKENIZER),
-    *(METRICS, RECORDING, CONSOLE, REPORT, TRACE, TRACKED, EVALUATIONS, LOGS, TENSORBOARD),
+    *(METRICS, JOURNAL, RECORDING, CONSOLE, REPORT, TRACE, TRACKED, EVALUATIONS, LOGS, TENSORBOARD),
 )
 """All that a run leaves in its folder, beside its lock and what other trackers write."""

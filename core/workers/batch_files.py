@@ -19,6 +19,8 @@ from hybridflow.core.values.metrics import Metrics
 
 CONTENTS = "contents"
 """Array of the file that has, as JSON, what is no array: the columns' kinds, objects, metrics."""
+NARROW = (np.int8, np.int16, np.int32)
+"""Types in which whole numbers are written that fit."""
 
 
 def write_batch(file: Path, batch: Batch) -> str:
@@ -28,23 +30,40 @@ def write_batch(file: Path, batch: Batch) -> str:
     """
     arrays: dict[str, np.ndarray] = {}
     columns: dict[str, Any] = {}
+    types: dict[str, str] = {}
     for name in batch.names:
         column = batch[name]
         columns[name] = column.values if column.kind == "object" else column.kind
         if column.kind != "object":
-            arrays[f"values/{name}"] = torch.as_tensor(column.values).numpy()
+            values = torch.as_tensor(column.values).numpy()
+            types[name] = values.dtype.name
+            arrays[f"values/{name}"] = _narrowed(values)
         if column.lengths is not None:
-            arrays[f"lengths/{name}"] = column.lengths
+            arrays[f"lengths/{name}"] = _narrowed(column.lengths)
     metrics = batch.metrics
     for name, values in metrics.spreads.items():
         arrays[f"spread/{name}"] = values
-    contents = {"columns": columns, "means": metrics.means, "maxima": metrics.maxima}
+    contents = {
+        "columns": columns,
+        "types": types,
+        "means": metrics.means,
+        "maxima": metrics.maxima,
+    }
     arrays[CONTENTS] = np.frombuffer(json.dumps(contents).encode(), np.uint8)
 
     stream = io.BytesIO()
     np.savez(stream, **arrays)  # type: ignore[arg-type]
     file.write_bytes(stream.getbuffer())
     return hashlib.sha256(stream.getbuffer()).hexdigest()
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """Return whole numbers in the smallest type that has them; others as they are."""
+    if values.dtype not in (np.int32, np.int64) or not values.size:
+        return values
+    least, most = values.min(), values.max()
+    fitting = (one for one in NARROW if np.iinfo(one).min <= least and most <= np.iinfo(one).max)
+    return values.astype(next(fitting, values.dtype), copy=False)
 
 
 def read_batch(file: Path, digest: str) -> Batch:
@@ -69,8 +88,9 @@ def _batch(arrays: dict[str, np.ndarray]) -> Batch:
         if isinstance(kind, list):
             columns[name] = kind
         else:
-            lengths = arrays[f"lengths/{name}"] if kind == "token" else None
-            columns[name] = Column(torch.from_numpy(arrays[f"values/{name}"]), lengths)
+            values = arrays[f"values/{name}"].astype(contents["types"][name], copy=False)
+            lengths = arrays[f"lengths/{name}"].astype(np.int64) if kind == "token" else None
+            columns[name] = Column(torch.from_numpy(values), lengths)
     spread = "spread/"
     spreads = {
         name.removeprefix(spread): values

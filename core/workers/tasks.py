@@ -6,6 +6,7 @@ work on whole batches, RewardWorker calls reward functions.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -128,6 +129,26 @@ class DataWorker(Worker):
         return write_batch(Path(file), Batch.concat([*rows, landed]))
 
     @register(Protocol.RANK_ZERO)
+    def journal(self, batch: Batch, file: str) -> tuple[str, str]:
+        """Write what was generated into a file; return the SHA-256 of it, and of the prompts."""
+        columns = {name: batch[name] for name in batch.names if name != "prompt_ids"}
+        return write_batch(Path(file), Batch(columns, batch.metrics)), _sum(batch["prompt_ids"])
+
+    @register(Protocol.RANK_ZERO, reads=("prompt_ids",))
+    def replay(self, batch: Batch, file: str, rows_sum: str, prompts_sum: str) -> Batch:
+        """Return what `journal` wrote, for the same prompts.
+
+        Raises DamagedError for a file that is not as it was, HybridFlowError for other prompts.
+        """
+        if _sum(batch["prompt_ids"]) != prompts_sum:
+            raise HybridFlowError(
+                f"the prompts are not those that the responses in {file} are of: the data, the "
+                "tokenizer or the settings by which prompts are drawn (run.seed, data.seed, sizes "
+                "of the algorithm) differ from those of the run that is replayed (run.replay)"
+            )
+        return read_batch(Path(file), rows_sum)
+
+    @register(Protocol.RANK_ZERO)
     def matched(self, prompts: Batch, kept: Batch) -> Batch:
         """Return what was generated before a checkpoint for these prompts.
 
@@ -155,6 +176,14 @@ class TaskWorker(Worker):
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:
         """Call `function` with the columns that its parameters name (StepContext.compute)."""
         return run_on_columns(batch, function)
+
+
+def _sum(column: Column) -> str:
+    """Return the SHA-256 of a column of tokens."""
+    assert column.lengths is not None
+    found = hashlib.sha256(column.lengths.astype(np.int64).tobytes())
+    found.update(torch.as_tensor(column.values).to(torch.int64).numpy().tobytes())
+    return found.hexdigest()
 
 
 def example_batch(examples: Sequence[Example], numbers: np.ndarray) -> Batch:

@@ -13,7 +13,9 @@ import uuid
 
 import pytest
 from helpers.paths import matrix
-from helpers.tiny import exported, learning, marked, metrics, ran_here, write
+from helpers.tiny import REWARDS, exported, learning, marked, metrics, ran_here, write
+
+from hybridflow.kit.recording import read_rows
 
 AHEAD = [
     "pools={main=[1], engines=[1]}",
@@ -32,6 +34,78 @@ def steps_of(folder) -> int:
     return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
 
 
+TRAINER = """
+
+# An algorithm whose loss says which process it is computed by.
+from hybridflow.algorithms.grpo import GRPO
+
+
+class ToldLoss(GRPO.loss):
+    def __call__(self, *args, **others):
+        pathlib.Path(__file__).with_name("trainer.pid").write_text(str(os.getpid()))
+        return super().__call__(*args, **others)
+
+
+class Told(GRPO):
+    loss = ToldLoss
+"""
+
+
+def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int) -> str:
+    """What a run of the folder's tiny.toml on Ray says, at random moments of which processes were killed, one by one.
+
+    victims: the number of a rank of so many, "trainer" where the algorithm says which that is, or "controller", after which the
+    run is resumed.
+    """
+    draws = random.Random(len(victims))
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "MARK": mark}
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", *settings]
+    command += ["runtime={name='ray', threads=1}", f"run.restarts={len(victims)}"]
+    deadline = time.monotonic() + 60 * len(victims)
+    left = list(victims)
+    with (folder / "out.txt").open("w") as out:
+
+        def start(*more: str) -> subprocess.Popen:
+            return subprocess.Popen(
+                [*command, *more], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
+            )
+
+        run = start()
+        after = draws.randint(2, 6)
+        try:
+            while run.poll() is None:
+                assert time.monotonic() < deadline, (folder / "out.txt").read_text()
+                time.sleep(0.05)
+                if not left or steps_of(folder) < after:
+                    continue
+                time.sleep(draws.uniform(0.0, 0.2))
+                alive = sorted(marked(mark, "ray::HostActor"))
+                victim = left[0]
+                if victim == "controller":
+                    run.kill()
+                    run.wait()
+                    run = start("--resume")
+                elif len(alive) == ranks:
+                    pid = alive[victim] if isinstance(victim, int) else trainer_of(folder)
+                    os.kill(pid, signal.SIGKILL)
+                else:  # it is about to end, or to begin again
+                    continue
+                del left[0]
+                after += draws.randint(4, 6)
+        finally:
+            run.kill()
+            run.wait()
+    said = (folder / "out.txt").read_text()
+    assert run.returncode == 0 and not left, said
+    assert said.count("restart ") == len(victims) - victims.count("controller"), said
+    return said
+
+
+def trainer_of(folder) -> int:
+    return int((folder / "trainer.pid").read_text())
+
+
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
     steps = 6 * KILLS
@@ -41,53 +115,48 @@ def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
         folder.mkdir()
         write(folder)
     ran_here(whole, *settings)
-
-    # At a random moment of a random step; every third kill is the controller's, the others are of
-    # one of the two ranks by turns.
-    draws = random.Random(KILLS)
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "MARK": mark}
-    command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", *settings]
-    command += ["runtime={name='ray', threads=1}", f"run.restarts={steps}"]
-    deadline = time.monotonic() + 60 * KILLS
-    killed = 0
-    with (cut / "out.txt").open("w") as out:
-
-        def start(*more: str) -> subprocess.Popen:
-            return subprocess.Popen(
-                [*command, *more], cwd=cut, env=environment, stdout=out, stderr=subprocess.STDOUT
-            )
-
-        run = start()
-        after = draws.randint(2, 6)
-        try:
-            while run.poll() is None:
-                assert time.monotonic() < deadline, (cut / "out.txt").read_text()
-                time.sleep(0.05)
-                if killed == KILLS or steps_of(cut) < after:
-                    continue
-                time.sleep(draws.uniform(0.0, 0.2))
-                ranks = sorted(marked(mark, "ray::HostActor"))
-                if killed % 3 == 2:
-                    run.kill()
-                    run.wait()
-                    run = start("--resume")
-                elif len(ranks) == 2:
-                    os.kill(ranks[killed % 3], signal.SIGKILL)
-                else:  # it is about to end, or to begin again
-                    continue
-                killed, after = killed + 1, after + draws.randint(4, 6)
-        finally:
-            run.kill()
-            run.wait()
-    said = (cut / "out.txt").read_text()
-    assert run.returncode == 0 and killed == KILLS, said
-    assert said.count("restart ") == KILLS - KILLS // 3, said
+    # Every third kill is the controller's, the others are of one of the two ranks by turns.
+    with_kills(
+        cut, settings, [(0, 1, "controller")[number % 3] for number in range(KILLS)], ranks=2
+    )
 
     assert exported(cut / "runs/tiny") == exported(whole / "runs/tiny")
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     lags = [row["actor/staleness"] for row in learning(cut / "runs/tiny")]
     assert lags == [0.0] + [1.0] * (steps - 1)
+
+
+@matrix
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_kills_beside_engines_that_never_stop_lose_no_row_and_can_be_replayed(tmp_path):
+    steps = 6 * KILLS
+    settings = [
+        *AHEAD,
+        "pools.engines=[2]",
+        "run.max_staleness=2",
+        "sampling.max_tokens=16",
+        "algorithm.name=rewards:Told",
+        f"run.steps={steps}",
+    ]
+    cut, again = tmp_path / "cut", tmp_path / "again"
+    for folder in (cut, again):
+        folder.mkdir()
+        write(folder)
+        (folder / "rewards.py").write_text(REWARDS + TRAINER)
+    # By turns; beside the trainer are two engines and the data's process.
+    victims = [("trainer", "controller")[number % 2] for number in range(KILLS)]
+    with_kills(cut, [*settings, "run.journal=true", "run.samples=100"], victims, ranks=4)
+
+    rows = metrics(cut / "runs/tiny")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert max(row["actor/staleness_max"] for row in rows) == 2
+    # A step draws four prompts, and generates four responses to each.
+    trained = [row for row in read_rows(cut / "runs/tiny", "samples") if row["data"] == "train"]
+    drawn = [(sample // 16 + 1, sample // 4, sample) for sample in range(16 * steps)]
+    assert [(row["step"], row["group"], row["sample_id"]) for row in trained] == drawn
+
+    ran_here(again, *settings, f"run.replay={cut / 'runs/tiny'}")
+    assert exported(again / "runs/tiny") == exported(cut / "runs/tiny")
 
 
 @matrix

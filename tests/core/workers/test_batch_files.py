@@ -43,6 +43,25 @@ def test_columns_and_metrics_come_back_bit_for_bit(tmp_path):
     assert read.metrics.means == {"a": (0.1, 3.0)}
 
 
+def test_whole_numbers_take_as_many_bytes_as_they_need(tmp_path):
+    large = [2**31, -(2**40)]
+    columns = {
+        "response_ids": tokens([torch.arange(1000) + 30_000], torch.int64),
+        "weight_version": tokens([torch.full((1000,), 200)], torch.int32),
+        "lag": tokens([torch.full((1000,), -128)], torch.int8),
+        "large": tokens([torch.tensor(large)], torch.int64),
+    }
+    file = tmp_path / "rows.npz"
+    read = read_batch(file, write_batch(file, Batch(columns)))
+    for name, column in columns.items():
+        assert read[name].values.dtype == column.values.dtype
+        assert read[name].values.tolist() == column.values.tolist()
+    with np.load(file) as arrays:
+        widths = {name: arrays[name].dtype.itemsize for name in arrays.files}
+    assert [widths[f"values/{name}"] for name in columns] == [2, 2, 1, 8]
+    assert file.stat().st_size < 1000 * 5 + 3000
+
+
 def test_a_batch_without_rows_comes_back(tmp_path):
     empty = made().take(slice(0, 0))
     read = read_batch(tmp_path / "rows.npz", write_batch(tmp_path / "rows.npz", empty))
