@@ -73,6 +73,12 @@ class Balanced(GRPO):
     loss = Sleeps
 
 
+def lengths_of(step: int, rows: int) -> np.ndarray:
+    """Tokens of each response of a step."""
+    drawn = np.random.default_rng(step).lognormal(np.log(MEAN) - 0.5, 1.0, rows)
+    return np.clip(drawn, 1, LONGEST).astype(np.int64)
+
+
 class SleepsLonger(Sleeps):
     seconds = TRAIN_S
 
@@ -85,10 +91,7 @@ class Tailed(GRPO):
     """Whether a step reads its scores before it goes on, as dynamic sampling does."""
 
     def step(self, ctx):
-        drawn = np.random.default_rng(ctx.step).lognormal(
-            np.log(MEAN) - 0.5, 1.0, self.rows_per_step
-        )
-        lengths = torch.from_numpy(np.clip(drawn, 1, LONGEST).astype(np.int64))
+        lengths = torch.from_numpy(lengths_of(ctx.step, self.rows_per_step))
         prompts = ctx.prompts(self.config.prompts_per_step).repeat(self.config.group_size)
         sampling = attrs.evolve(ctx.sampling, ignore_stop=True)
         batch = ctx.actor.generate(prompts.with_columns(max_tokens=lengths), sampling=sampling)

@@ -1,10 +1,13 @@
-"""What a run a step ahead learns, beside the same run without: the demo's two-digit sums, five seeds.
+"""What runs learn whose steps overlap, beside the same run without: the demo's two-digit sums, five seeds.
 
 python bench/ahead_learning.py [--seeds 5] [--jobs 2]
 
-Both have the correction, the same warm-up and the same settings. A run ends at the first step after which 95% of the held-out
-sums are right. They are on the inline runtime, whose steps are those of Ray bit for bit. One JSON line per figure; exits 1
-where a run does not get there, or where the median of steps is above the bar. A quarter of an hour on two cores.
+All have the same warm-up, settings and rows, and the correction; engines have a pool of their own, and take newer weights
+while they generate from run.max_staleness = 2 on. A run ends at the first step after which 95% of the held-out sums are right.
+They are on the inline runtime, where tokens lag by as much as the bound allows. The control has the largest bound, a larger
+learning rate and no correction, which a run refuses: an algorithm in this file says that it corrects. One JSON line per figure;
+exits 1 where a run with the correction does not get there, or where the median of steps is above the bar. Half an hour on two
+cores.
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import ROOT, emit
+
+from hybridflow.algorithms.grpo import GRPO
 
 GOAL, LONGER = 0.95, 1.15
 """Share of held-out sums that are right, and the bar: steps over those without staleness."""
@@ -31,47 +38,107 @@ stayed below the goal for 200 steps, with staleness and without."""
 LEARNING_RATE = 2e-5
 """A fifteenth of the demo's, with which three seeds took 2 to 20 steps, of which the lag itself is two."""
 AHEAD = (
-    "stages.grpo.run.max_staleness=1",
     "stages.grpo.pools={main=[1], engines=[1]}",
     "stages.grpo.actor.generation.pool=engines",
 )
+STALENESS = (0, 1, 2, 4)
+BARRED = (1, 2)
+"""Values of run.max_staleness with a bar on their steps."""
+CONTROL_RATE = 3e-4
+"""The demo's learning rate, fixed beforehand for the control, whose bound is the largest."""
+WORSE, POINTS = 1.3, 0.05
+"""How many times the steps, or by how much of the held-out sums, the control should be worse."""
+WORST_STEPS = 60
+"""The control's steps, for all of which it goes on."""
 
 
-def steps_to_goal(folder: str, seed: int, staleness: int) -> int | None:
-    """Number of GRPO's steps until the goal; None: it was not reached."""
-    name = f"seed-{seed}-staleness-{staleness}"
+class Uncorrected(GRPO):
+    """GRPO without a correction for older weights, which a run does not refuse."""
+
+    @property
+    def corrects_staleness(self) -> bool:
+        return True
+
+
+class Setting(NamedTuple):
+    """A run beside its seed."""
+
+    name: str
+    staleness: int
+    rate: float = LEARNING_RATE
+    corrected: bool = True
+    steps: int = STEPS
+    goal: float = GOAL
+
+
+SETTINGS = [Setting(f"max_staleness {staleness}", staleness) for staleness in STALENESS]
+CONTROL = [
+    Setting(name, max(STALENESS), CONTROL_RATE, corrected, WORST_STEPS, 1.0)
+    for name, corrected in (("control, corrected", True), ("control, not corrected", False))
+]
+
+
+def hybridflow(folder: str, name: str, seed: int, *settings: str) -> None:
+    """Run stages of the demo."""
     command = [
         sys.executable,
         "-m",
         "hybridflow.cli.main",
         "run",
         str(ROOT / "examples/arithmetic.toml"),
-    ]
-    command += [
         f"run.folder={folder}",
         f"run.name={name}",
         f"run.seed={seed}",
         f"stages.warm-up.actor.model.init_seed={seed}",
         "runtime={name='inline', threads=1}",
-        f"stages.grpo.run.steps={STEPS}",
-        f"stages.grpo.actor.optimizer={{lr={LEARNING_RATE}, schedule='constant'}}",
         f"stages.warm-up.data.options.rows={ROWS}",
         f"stages.warm-up.validation.stop_at={WARM}",
-        "stages.grpo.validation.every=1",
-        f"stages.grpo.validation.stop_at={GOAL}",
-        "stages.grpo.algorithm.correction=truncate",
         "run.report=false",
-        *(AHEAD if staleness else ()),
+        *settings,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # The control's algorithm is here.
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def warm_up(folder: str, seed: int) -> None:
+    hybridflow(folder, f"seed-{seed}", seed, "--stage", "warm-up")
+
+
+def scores(folder: str, seed: int, setting: Setting) -> list[float]:
+    """The share of held-out sums that are right after each of GRPO's steps, until the goal."""
+    name = f"seed-{seed}-{setting.name.replace(' ', '-').replace(',', '')}"
+    shutil.copytree(Path(folder) / f"seed-{seed}", Path(folder) / name)
+    algorithm = "grpo" if setting.corrected else "ahead_learning:Uncorrected"
+    correction = "truncate" if setting.corrected else "none"
+    hybridflow(
+        folder,
+        name,
+        seed,
+        "--stage",
+        "grpo",
+        f"stages.grpo.run.steps={setting.steps}",
+        f"stages.grpo.run.max_staleness={setting.staleness}",
+        f"stages.grpo.actor.optimizer={{lr={setting.rate}, schedule='constant'}}",
+        f"stages.grpo.algorithm.name={algorithm}",
+        f"stages.grpo.algorithm.correction={correction}",
+        "stages.grpo.validation.every=1",
+        f"stages.grpo.validation.stop_at={setting.goal}",
+        *(AHEAD if setting.staleness else ()),
+    )
     file = Path(folder) / name / "grpo" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return next((row["step"] for row in rows if row.get("validation/score", 0.0) >= GOAL), None)
+    return [row["validation/score"] for row in rows if "validation/score" in row and row["step"]]
+
+
+def steps_to(goal: float, found: list[float], most: int) -> int:
+    """The first step with the goal; `most` where there is none."""
+    return next((step for step, score in enumerate(found, 1) if score >= goal), most)
 
 
 def main() -> int:
@@ -80,33 +147,49 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
 
-    runs = [(seed, staleness) for seed in range(asked.seeds) for staleness in (0, 1)]
+    seeds = range(asked.seeds)
+    runs = [(setting, seed) for setting in (*SETTINGS, *CONTROL) for seed in seeds]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.jobs) as pool:
-        steps = dict(
-            zip(runs, pool.map(lambda run: steps_to_goal(folder, *run), runs), strict=True)
+        list(pool.map(lambda seed: warm_up(folder, seed), seeds))
+        found = dict(
+            zip(runs, pool.map(lambda run: scores(folder, run[1], run[0]), runs), strict=True)
         )
-    medians = {}
+
     met = True
-    for staleness in (0, 1):
-        found = [steps[seed, staleness] for seed in range(asked.seeds)]
-        reached = [count for count in found if count is not None]
+    medians: dict[int, float] = {}
+    for setting in SETTINGS:
+        each = [found[setting, seed] for seed in seeds]
+        reached = sum(max(one) >= GOAL for one in each)
         met &= emit(
-            f"{GOAL:.0%} with max_staleness {staleness}",
-            len(reached),
-            f"of {asked.seeds}",
-            bar=asked.seeds,
+            f"{GOAL:.0%} with {setting.name}", reached, f"of {asked.seeds}", bar=asked.seeds
         )
-        medians[staleness] = statistics.median(count or STEPS for count in found)
-        emit(
-            f"steps with max_staleness {staleness}",
-            medians[staleness],
-            "",
-            spread=[count or STEPS for count in found],
-        )
-    ratio = medians[1] / medians[0]
-    met &= emit(
-        "steps", medians[1], "", ratio=ratio, against="max_staleness 0", bar=LONGER, at_most=True
-    )
+        steps = [steps_to(GOAL, one, STEPS) for one in each]
+        medians[setting.staleness] = median = statistics.median(steps)
+        emit(f"steps with {setting.name}, by seed {steps}", median, "")
+        if setting.staleness in BARRED:
+            ratio = median / medians[0]
+            met &= emit(
+                "steps",
+                median,
+                "",
+                ratio=ratio,
+                against="max_staleness 0",
+                bar=LONGER,
+                at_most=True,
+            )
+
+    # A control that does not get worse shows that this task cannot tell, and is no failure.
+    steps_of, last_of = [], []
+    for setting in CONTROL:
+        each = [found[setting, seed] for seed in seeds]
+        steps = [steps_to(GOAL, one, WORST_STEPS) for one in each]
+        last = [statistics.fmean(one[-10:]) for one in each]
+        steps_of.append(statistics.median(steps))
+        last_of.append(statistics.fmean(last))
+        emit(f"{setting.name}: steps to {GOAL:.0%}, by seed {steps}", steps_of[-1], "")
+        emit(f"{setting.name}: right in the last ten steps", last_of[-1], "", spread=last)
+    worse = steps_of[1] >= WORSE * steps_of[0] or last_of[1] <= last_of[0] - POINTS
+    emit("the control is worse without the correction", int(worse), "1: yes, 0: no")
     return 0 if met else 1
 
 

@@ -8,8 +8,9 @@ On two cores real work of engine and trainer does not fit side by side, so that 
 order of the calls, under the real controller, on Ray. The engine makes a token per step for as many sequences as it has places
 for; lengths are drawn from a lognormal distribution, sigma 1.
 
-steps        seconds of a step, places for one step's sequences (the bars); mean trained length; beside it, without a bar, a
-             page that reads its scores before it goes on, as dynamic sampling (DAPO) does
+steps        seconds of a step, places for one step's sequences (the bars), and what the planner says of it beforehand; mean
+             trained length; beside it, without a bar, a page that reads its scores before it goes on, as dynamic sampling
+             (DAPO) does
 limit        places for a quarter of a step's sequences, so that engines are the limit: the share of time in which they work
 schedules    drawn bounds, sizes, replicas, lengths and naps, with the embedded engine: no token lags by more than the bound,
              every drawn row is trained once, and the tokens, by weights that do not move, are those of a run without a bound;
@@ -39,17 +40,25 @@ from carried import SAME_LENGTH, SimulatedEngine
 from common import emit, register_engine
 
 from hybridflow.kit.testing.runs import MODEL, TinyRun
+from hybridflow.planner.overlap import Engines, simulate
 from hybridflow.settle.stages import overlay
 
 BARS = {1: 1.6, 2: 2.2, 4: 3.2}
 """run.max_staleness -> how many times faster a step is."""
 BUSY = 0.95
+FORESEEN = 0.25
+"""By how much a step may be apart from what the planner says."""
 STEP_S, TRAIN_S = 0.012, 1.2
 """Seconds of the engine's step, and of the loss."""
 PROMPTS, GROUP = 16, 4
 ROWS = PROMPTS * GROUP
 FIRST, STEPS = 4, 16
 """Steps are counted from step FIRST on."""
+
+
+def lengths_of(step: int) -> np.ndarray:
+    """Tokens of each response of a step (ahead.Tailed)."""
+    return ahead.lengths_of(step, ROWS)
 
 
 class SleepingEngine(SimulatedEngine):
@@ -154,6 +163,10 @@ def steps() -> bool:
     met = True
     found = {k: timed(k, "in_flight:Tailed", ROWS) for k in (0, 1, 2, 4)}
     plain = found[0]
+    # All of a step but its generation, as the run without a bound has shown.
+    engines = Engines(1, ROWS, STEP_S)
+    counted = {"first": FIRST, "steps": STEPS - FIRST}
+    rest = plain.seconds - simulate(engines, lengths_of, 0.0, **counted).step
     for staleness, run in found.items():
         met &= emit(
             f"a step, max_staleness {staleness}", run.seconds, "s", ratio=plain.seconds / run.seconds,
@@ -162,6 +175,12 @@ def steps() -> bool:
         emit("share of time in which the engine works", run.busy, "")
         off = abs(run.length / plain.length - 1)
         met &= emit("mean trained length, apart by", off, "", bar=SAME_LENGTH, at_most=True)
+        planned = simulate(engines, lengths_of, rest, staleness=staleness, **counted).step
+        apart_by = max(planned / run.seconds, run.seconds / planned) - 1
+        met &= emit(
+            f"a step as planned, max_staleness {staleness}", planned, "s", ratio=apart_by, against="measured, apart by",
+            bar=FORESEEN, at_most=True,
+        )  # fmt: skip
 
     for staleness in (1, 2):
         run = timed(staleness, "in_flight:Early", ROWS)

@@ -20,6 +20,7 @@ from hybridflow.core.contracts.planner import (
     PoolMemory,
     Prediction,
 )
+from hybridflow.planner.ahead import ahead
 from hybridflow.planner.cluster import DEVICES
 from hybridflow.planner.dry_run import dry_run
 from hybridflow.planner.jobs import JobPlan, Misfit, check_ranks, plan_job, settings_of
@@ -62,6 +63,7 @@ class AutoMapping(Planner):
         explanation = [
             *unfit(problems, switches, trial),
             *report(trial.plan, best, own, worth(switches, trial)),
+            *(ahead(trial.plan, best) if job.run.max_staleness else ()),
         ]
         return _plan(plan, best, switches.tables(trial.changes), explanation)
 

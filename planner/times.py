@@ -241,6 +241,49 @@ class Simulator:
         them on, so in one step each stage reads its 1 / p_g of the weights p_g times. Of prefill
         the head, sends between stages and the pipeline's filling are left out.
         """
+        w = self.workload
+        limits = model.limits
+        e = self.machine.nodes.efficiency
+        # Sequences of one engine, and how many of them its cache holds.
+        per_engine = -(-sequences // (engines.train.world // (engines.pp * engines.tp)))
+        fit = self.fit(model, engines, free)
+        at_once = np.clip(fit, 1.0, min(per_engine, limits.max_sequences))
+        prefill = self.prefill(model, engines, per_engine * w.prompt_tokens)
+        step = self.decoding_step(model, engines, at_once)
+        seconds = prefill + per_engine / at_once * w.response_tokens * step + e.call_ms * 1e-3
+        return np.where(fit >= 1.0, seconds, np.inf)
+
+    def fit(self, model: PlannedModel, engines: GenerationLayout, free: Any) -> Any:
+        """Return how many whole sequences a cache of `free` bytes of each rank holds.
+
+        A rank has the keys and values of its pipeline stage; tp cuts them no further than into
+        single heads.
+        """
+        cut = min(engines.tp, model.shape.kv_heads) * engines.pp
+        return np.floor_divide(free, model.cache_bytes * self.workload.tokens / cut)
+
+    def prefill(self, model: PlannedModel, engines: GenerationLayout, tokens: float) -> float:
+        """Return the seconds in which one engine reads so many tokens of prompts.
+
+        There is an all-reduce after attention and after the MLP of each layer.
+        """
+        machine = self.machine
+        hidden = model.shape.hidden * model.limits.weight_bytes
+        read = tokens * trunk_flops(model.size, self.workload.prompt_tokens / 2)
+        reduced = model.shape.layers * 2.0 * machine.all_reduce(tokens * hidden, engines.tp)
+        return read / self._engine_rate(model, engines) + reduced / engines.pp
+
+    def _engine_rate(self, model: PlannedModel, engines: GenerationLayout) -> float:
+        """Return the operations per second of one engine's devices."""
+        machine = self.machine
+        flops = machine.flops(model.limits.weight_bytes) * machine.nodes.efficiency.inference
+        return engines.tp * engines.pp * flops
+
+    def decoding_step(self, model: PlannedModel, engines: GenerationLayout, at_once: Any) -> Any:
+        """Return the seconds in which one engine makes a token of each of so many sequences.
+
+        See `generation`.
+        """
         pp = engines.pp
         tp = engines.tp
         w = self.workload
@@ -250,21 +293,10 @@ class Simulator:
         limits = model.limits
         layers = model.shape.layers
         hidden = model.shape.hidden * limits.weight_bytes  # bytes of a token's hidden state
-        rate = tp * pp * machine.flops(limits.weight_bytes) * e.inference
-
-        # Sequences of one engine, and how many of them its cache holds. A rank has the keys and
-        # values of its pipeline stage; tp cuts them no further than into single heads.
-        per_engine = -(-sequences // (engines.train.world // (pp * tp)))
+        rate = self._engine_rate(model, engines)
         cut = min(tp, model.shape.kv_heads) * pp
-        fit = np.floor_divide(free, model.cache_bytes * w.tokens / cut)
-        at_once = np.clip(fit, 1.0, min(per_engine, limits.max_sequences))
 
-        # Prompts are read once, with an all-reduce after attention and after the MLP of a layer.
-        prompts = per_engine * w.prompt_tokens
-        prefill = prompts * trunk_flops(size, w.prompt_tokens / 2) / rate
-        prefill += layers * 2.0 * machine.all_reduce(prompts * hidden, tp) / pp
-
-        # A decoding step, by the formula above ...
+        # The formula of `generation` ...
         per_stage = np.maximum(1.0, at_once / pp)
         weights = size.params * limits.weight_bytes * read_share(size, per_stage) / tp
         cached = at_once * (w.prompt_tokens + w.response_tokens / 2) * model.cache_bytes / cut
@@ -281,9 +313,7 @@ class Simulator:
         # Without CUDA graphs the device waits where the host launches more slowly than it works.
         if limits.eager and machine.nodes.measured is None:
             step = np.maximum(step, layers * e.eager_layer_us * US)
-
-        seconds = prefill + per_engine / at_once * w.response_tokens * step + e.call_ms * 1e-3
-        return np.where(fit >= 1.0, seconds, np.inf)
+        return step
 
     def _engine_overhead(self, layers: int, tp: int, at_once: Any) -> Any:
         """Return the seconds of launches, and of the engine's work per sequence, in one decoding

@@ -221,6 +221,8 @@ class RayRuntime(Runtime):
         super().__init__(config or RayConfig())
         self.calls: dict[Any, Call] = {}
         """The open calls by the references of their replies, in the order sent."""
+        self._replaced: set[str] = set()
+        """Ray's ids of the actors of processes that were replaced."""
         self.failed: dict[Any, Any] = {}
         """The failed replies of `calls` that were not read yet (None: the process has
         ended)."""
@@ -413,6 +415,7 @@ class RayRuntime(Runtime):
         """Start another actor in the place of an expendable one, alone in its process group."""
         assert isinstance(process, RayProcess)
         ray.kill(process.actor)
+        self._replaced.add(process.actor._actor_id.hex())
         for reference in [ref for ref, call in self.calls.items() if call.process is process]:
             del self.calls[reference]
             self.failed.pop(reference, None)
@@ -421,10 +424,21 @@ class RayRuntime(Runtime):
         self.processes[self.processes.index(process)] = fresh
         return fresh
 
+    def _process_of(self, error: RayActorError) -> RayProcess | None:
+        """Return the process of whose end Ray tells; None for one that was replaced."""
+        actor_id = getattr(error, "actor_id", None)
+        return next((p for p in self.processes if p.actor._actor_id.hex() == actor_id), None)
+
+    def _is_expendable(self, error: RayActorError) -> bool:
+        """Return whether the process of whose end Ray tells is expendable, or was."""
+        process = self._process_of(error)
+        if process is None:
+            return getattr(error, "actor_id", None) in self._replaced
+        return process.expendable
+
     def _died(self, error: RayActorError) -> WorkerDied:
         """Return the error for Ray's, with the rank, the pool, and the call that was lost."""
-        actor_id = getattr(error, "actor_id", None)
-        process = next((p for p in self.processes if p.actor._actor_id.hex() == actor_id), None)
+        process = self._process_of(error)
         where = "a rank"
         rank = None
         if process is not None:
@@ -522,16 +536,21 @@ class RayRuntime(Runtime):
                 if failure is not None:
                     return failure
             except RayActorError as error:
-                raise self._died(error) from error
+                died = self._died(error)
+                self._forget(reply)
+                raise died from error
             except RayError as error:
                 self.check_alive()  # the end of a process is the most likely cause
                 raise HybridFlowError(f"Ray lost the result of a call: {error}") from error
             else:
-                self.calls.pop(reply, None)
-                self.failed.pop(reply, None)
+                self._forget(reply)
                 if value[1]:  # it has handles to the store
                     self._sort_out_answered()
                 return value
+
+    def _forget(self, reply: Any) -> None:
+        self.calls.pop(reply, None)
+        self.failed.pop(reply, None)
 
     def first(self, replies: Sequence[Any]) -> Any:
         """Wait until one of these replies is there; check all open calls every POLL_S meanwhile."""
@@ -546,21 +565,25 @@ class RayRuntime(Runtime):
         """Return the failed reply of a rank whose peers still run the same call; else None.
 
         A rank whose peer died or failed may wait in a collective for minutes. Raises WorkerDied if
-        a process has ended.
+        a process has ended that is not expendable.
         """
         self._sort_out_answered()
-        running = {
-            call.label for reference, call in self.calls.items() if reference not in self.failed
-        }
+        running = [call for reference, call in self.calls.items() if reference not in self.failed]
         for reference, reply in self.failed.items():
+            failed = self.calls[reference]
             if reply is None:  # ask once more, for Ray's error with the actor's id
-                if self.calls[reference].process.expendable:
+                if failed.process.expendable:
                     continue
                 try:
                     ray.get(reference)
                 except RayActorError as error:
-                    raise self._died(error) from error
-            elif self.calls[reference].label in running:
+                    # The call's own process lives where it needed what another one has lost.
+                    if not self._is_expendable(error):
+                        raise self._died(error) from error
+            elif any(
+                call.label == failed.label and call.process is not failed.process
+                for call in running
+            ):
                 return reply
         return None
 

@@ -47,6 +47,10 @@ class PlannableJob(Typing):
         """The section [run] (core.job.sections.RunSection)."""
 
     @property
+    def placement(self) -> Any:
+        """The section [placement] (core.job.sections.PlacementSection)."""
+
+    @property
     def sampling(self) -> SamplingParams: ...
     @property
     def data(self) -> DataConfig: ...

@@ -126,6 +126,10 @@ class PlacementSection:
     cluster: str | None = None
     """The cluster: a TOML file, or DEVICE:[NODESx]DEVICES as in "a100-80gb:2x8" (docs/mapping.md).
     With `given`, a configuration that does not fit on it is refused."""
+    lengths: str | None = None
+    """Folder of a run whose response lengths `hybridflow plan` takes for steps that overlap
+    (run.max_staleness). Default: a lognormal distribution of a mean of a quarter of
+    sampling.max_tokens."""
 
 
 @attrs.frozen

@@ -295,6 +295,8 @@ class RuntimeConformance:
         group, other = groups("replaced", ranks=2), groups("first")
         group.pool.processes[1].expendable = True
         lost = group.call_on([1], "end_the_process")
+        rows = group.call_on([1], "double", Batch({"x": torch.arange(3.0)}))
+        needs_them = other.double(rows)
         undisturbed = other.note(3, 1.5).result()
         require_raises(
             lost.result,
@@ -306,13 +308,20 @@ class RuntimeConformance:
         group.pool.replace(1)
         group.renew(1).result()
         found = group.note(4).result()
+        require_raises(
+            lambda: needs_them["x"],
+            WorkerDied,
+            what="a call that needs what the killed process would have returned",
+            likely="the lost reply is delivered as a value",
+        )
+        later = other.note(5, 1.5).result()
         require(
-            (undisturbed, ended, found) == ([30], [1], [40, 41]),
-            got=f"another pool's call gave {undisturbed}; ended are ranks {ended}; "
-            f"with the fresh process a call of both ranks gives {found}",
-            expected="[30], [1] and [40, 41]",
+            (undisturbed, ended, found, later) == ([30], [1], [40, 41], [50]),
+            got=f"another pool's call gave {undisturbed}, and {later} later; ended are ranks "
+            f"{ended}; with the fresh process a call of both ranks gives {found}",
+            expected="[30], [50], [1] and [40, 41]",
             likely="ended or replace is about another process, or wait raises for one that is "
-            "expendable",
+            "expendable, whose end others may find in what they read",
         )
 
     # These two come last: a runtime may refuse everything once a pool is stuck or a process is

@@ -34,15 +34,24 @@ def steps_of(folder) -> int:
     return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
 
 
-TRAINER = """
+TOLD = """
 
-# An algorithm whose loss says which process it is computed by.
+# The trainer and the process of data and rewards say which they are.
 from hybridflow.algorithms.grpo import GRPO
+
+
+def tell(name):
+    pathlib.Path(__file__).with_name(f"{name}.{os.getpid()}").touch()
+
+
+def told(sample):
+    tell("data")
+    return digits(sample)
 
 
 class ToldLoss(GRPO.loss):
     def __call__(self, *args, **others):
-        pathlib.Path(__file__).with_name("trainer.pid").write_text(str(os.getpid()))
+        tell("trainer")
         return super().__call__(*args, **others)
 
 
@@ -54,15 +63,15 @@ class Told(GRPO):
 def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int) -> str:
     """What a run of the folder's tiny.toml on Ray says, at random moments of which processes were killed, one by one.
 
-    victims: the number of a rank of so many, "trainer" where the algorithm says which that is, or "controller", after which the
-    run is resumed.
+    victims: the number of a rank of so many, "trainer" or "engine" where TOLD says which these are, or "controller", after
+    which the run is resumed.
     """
     draws = random.Random(len(victims))
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "MARK": mark}
     command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", *settings]
     command += ["runtime={name='ray', threads=1}", f"run.restarts={len(victims)}"]
-    deadline = time.monotonic() + 60 * len(victims)
+    deadline = time.monotonic() + 120 * len(victims)
     left = list(victims)
     with (folder / "out.txt").open("w") as out:
 
@@ -86,9 +95,8 @@ def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int
                     run.kill()
                     run.wait()
                     run = start("--resume")
-                elif len(alive) == ranks:
-                    pid = alive[victim] if isinstance(victim, int) else trainer_of(folder)
-                    os.kill(pid, signal.SIGKILL)
+                elif len(alive) == ranks and (chosen := which_are(victim, alive, folder)):
+                    os.kill(chosen[0], signal.SIGKILL)
                 else:  # it is about to end, or to begin again
                     continue
                 del left[0]
@@ -98,15 +106,23 @@ def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int
             run.wait()
     said = (folder / "out.txt").read_text()
     assert run.returncode == 0 and not left, said
-    assert said.count("restart ") == len(victims) - victims.count("controller"), said
+    restarts = [victim for victim in victims if victim not in ("engine", "controller")]
+    assert said.count("restart ") == len(restarts), said
+    assert said.count("the engine of actor on rank ") == victims.count("engine"), said
     return said
 
 
-def trainer_of(folder) -> int:
-    return int((folder / "trainer.pid").read_text())
+def which_are(victim: int | str, pids: list[int], folder) -> list[int]:
+    """The processes that a victim may be; none while they have not said which they are."""
+    if isinstance(victim, int):
+        return [pids[victim]]
+    trainer = [pid for pid in pids if (folder / f"trainer.{pid}").exists()]
+    told = [*trainer, *(pid for pid in pids if (folder / f"data.{pid}").exists())]
+    engines = [pid for pid in pids if pid not in told]
+    return (trainer if victim == "trainer" else engines) if len(told) == 2 else []
 
 
-@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.timeout(180 + 120 * KILLS)
 def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
     steps = 6 * KILLS
     settings = [*AHEAD, f"run.steps={steps}"]
@@ -127,24 +143,26 @@ def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
 
 
 @matrix
-@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.timeout(180 + 180 * KILLS)
 def test_kills_beside_engines_that_never_stop_lose_no_row_and_can_be_replayed(tmp_path):
-    steps = 6 * KILLS
+    # By turns; there are two engines.
+    victims = [("trainer", "engine", "controller")[number % 3] for number in range(3 * KILLS // 2)]
+    steps = 6 * len(victims)
     settings = [
         *AHEAD,
         "pools.engines=[2]",
         "run.max_staleness=2",
         "sampling.max_tokens=16",
         "algorithm.name=rewards:Told",
+        "algorithm.mini_batch_size=16",
+        "reward.function=rewards:told",
         f"run.steps={steps}",
     ]
     cut, again = tmp_path / "cut", tmp_path / "again"
     for folder in (cut, again):
         folder.mkdir()
         write(folder)
-        (folder / "rewards.py").write_text(REWARDS + TRAINER)
-    # By turns; beside the trainer are two engines and the data's process.
-    victims = [("trainer", "controller")[number % 2] for number in range(KILLS)]
+        (folder / "rewards.py").write_text(REWARDS + TOLD)
     with_kills(cut, [*settings, "run.journal=true", "run.samples=100"], victims, ranks=4)
 
     rows = metrics(cut / "runs/tiny")

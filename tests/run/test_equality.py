@@ -149,6 +149,7 @@ def test_grpo_gives_the_numbers_of_one_inline_rank(
     assert_equal(reference["grpo"], trained(tmp_path / "run", policy, *settings))
 
 
+@matrix
 def test_ppo_with_uneven_rows_on_dp_2_and_the_critic_in_a_pool_of_its_own_gives_the_same_numbers(
     policy, reference, ray_cluster, tmp_path
 ):

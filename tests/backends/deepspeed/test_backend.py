@@ -9,6 +9,7 @@ import torch
 from helpers.installed import needs
 from helpers.one_rank_backends import InBfloat16, OneRank
 from helpers.packed_rows import LOSSES, same_packed_and_padded
+from helpers.paths import matrix
 from helpers.zoo_cells import write_model
 from safetensors.torch import load_file
 
@@ -32,6 +33,7 @@ class TestFrozen(Spread):
     config, trains = DeepSpeedConfig(stage=2), False
 
 
+@matrix
 @needs("deepspeed")
 class TestStage1(Spread):
     config = DeepSpeedConfig(stage=1)
@@ -54,6 +56,7 @@ class TestStage3WithExperts(Spread):
     kinds = ("policy",)
 
 
+@matrix
 @needs("deepspeed")
 class TestOffloaded(Spread):
     config = DeepSpeedConfig(stage=2, offload_optimizer=True)

@@ -45,12 +45,13 @@ def started(tmp_path_factory):
 @needs("sglang")
 class TestSGLang(KeptOnCPU):
     recomputes = True
+    architectures = ("qwen2",)
 
 
 @matrix
 @needs("sglang")
-class TestSGLangWithExperts(TestSGLang):
-    architectures = ("qwen3_moe",)
+class TestSGLangWithOthers(TestSGLang):
+    architectures = ("llama", "qwen3_moe")
 
 
 @needs("sglang")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from helpers import fake_jobs
+from helpers.paths import matrix
 from helpers.ranks import fresh
 
 
+@matrix
 def test_a_case_lives_through_all_phases():
     record = fresh(fake_jobs.case, fake_jobs.reference_folder())
     assert list(record.phases) == [
