@@ -87,6 +87,20 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
             "newer weights come while the engines generate, and turns of an environment cannot go "
             'on by other weights; set "no", with run.max_staleness = 1',
         )
+    for name, model in generating.items() if job.run.in_flight == "keep" else ():
+        if model.rollout_pool is None:
+            yield (
+                "run.in_flight",
+                f'is "keep", and the engines of {name} take turns with its training, which has '
+                'their cache meanwhile; set "auto", or give the engines a pool '
+                f"({name}.generation.pool)",
+            )
+        elif not _updates_in_flight(str(model.spec.engine)):
+            yield (
+                "run.in_flight",
+                f'is "keep", and the engine {model.spec.engine} takes no newer weights while '
+                'sequences run; set "recompute"',
+            )
     for name, model in generating.items():
         pool = model.rollout_pool
         if pool is None:
@@ -120,6 +134,15 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
             else f"is {most}, and {algorithm} does not say that it weighs tokens of older weights "
             "(Algorithm.corrects_staleness); set 0",
         )
+
+
+def _updates_in_flight(engine: str) -> bool:
+    """Return whether an engine takes newer weights while sequences run; true if it is not here."""
+    try:
+        found: bool = registry().get("rollout_engine", engine).inflight
+    except HybridFlowError:
+        return True  # it is installed where the run will be
+    return found
 
 
 @_reads("run", "algorithm")

@@ -335,9 +335,11 @@ class RoleResolver:
         if problems or (engine is not None and transport is None):
             return None
 
-        stop = self.run.mismatch_stop or math.inf
-        if engine is not None and self.run.mismatch_stop is None:
-            stop = _mismatch_stop(spec, backend.config, engine.config)
+        stop = math.inf
+        if engine is not None:
+            stop = self.run.mismatch_stop or _mismatch_stop(spec, backend.config, engine.config)
+        elif role.generates:  # where another run's responses are replayed
+            stop = self.run.mismatch_stop or math.inf
         model = ModelRole(
             model=spec,
             backend=backend.name,
@@ -348,6 +350,7 @@ class RoleResolver:
             engine_config=engine.config if engine else None,
             temperature=self.sampling.temperature or 1.0,
             ahead=self.run.max_staleness > 0,
+            keeps_cache=self.run.max_staleness > 0 and self.run.in_flight == "keep",
             mismatch_stop=stop,
             offload=section.offload,
             sync=section.sync,

@@ -70,9 +70,10 @@ class HostActor:
 
     def join(
         self, rendezvous: FileRendezvous | ServerRendezvous, device: str, timeout_s: float
-    ) -> None:
-        """Join the pool's process group (see Host.join)."""
+    ) -> str:
+        """Join the pool's process group (see Host.join); return where this process is."""
         self.host.join(rendezvous, device, timeout_s)
+        return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def leave(self) -> None:
         """Close the workers, and leave the pool's process group (see Host.leave)."""

@@ -38,6 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.backends.ray import reaper
 from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
+from hybridflow.backends.ray.slow import SlowCalls
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.core.groups.rendezvous import FileRendezvous
@@ -67,6 +68,8 @@ class Call:
 
     process: RayProcess
     label: Label
+    inputs: Sequence[Any] = ()
+    """The references of the replies that it needs."""
 
 
 class RayProcess(Process):
@@ -87,6 +90,22 @@ class RayProcess(Process):
         self.start = start
         self.actor = start()
         self.runtime = runtime
+        self.joined: Any = None
+        """The reference to where it runs, once it has joined its group."""
+
+    @property
+    def where(self) -> str:
+        """Its pool and rank, and its process where that is known."""
+        place = f"rank {self.rank} of pool {self.pool.name!r}"
+        try:
+            return f"{place} ({ray.get(self.joined, timeout=0)})"
+        except (RayError, ValueError, TypeError):  # it has not joined, or has ended
+            return place
+
+    def join(self, meeting: Any, patience_s: float) -> Any:
+        """Have it join its process group; return the reference of the reply."""
+        self.joined = self.actor.join.remote(meeting, self.device, patience_s)
+        return self.joined
 
     def submit(self, message: Message, label: Label) -> Any:
         """Send a call to the actor; return the object reference of its reply."""
@@ -94,7 +113,7 @@ class RayProcess(Process):
         uses_store = bool(message.handles or message.replies)
         inputs = (message.handles, *message.replies) if uses_store else ()
         reference = self.actor.call.remote(message.blob, *inputs)
-        self.runtime.track(reference, Call(self, label), uses_store)
+        self.runtime.track(reference, Call(self, label, message.replies), uses_store)
         return reference
 
 
@@ -221,6 +240,7 @@ class RayRuntime(Runtime):
         super().__init__(config or RayConfig())
         self.calls: dict[Any, Call] = {}
         """The open calls by the references of their replies, in the order sent."""
+        self._slow = SlowCalls(lambda text: self.say(text))
         self._replaced: set[str] = set()
         """Ray's ids of the actors of processes that were replaced."""
         self.failed: dict[Any, Any] = {}
@@ -375,7 +395,7 @@ class RayRuntime(Runtime):
                 meeting = ray.get(processes[0].actor.serve.remote(key), timeout=timeout)
             # A join waits for all others: every process must get its call before any is awaited.
             patience = self.config.collective_timeout_s
-            joins = [process.actor.join.remote(meeting, device, patience) for process in processes]
+            joins = [process.join(meeting, patience) for process in processes]
             ray.get(joins, timeout=timeout)
         except GetTimeoutError as error:
             raise HybridFlowError(
@@ -420,7 +440,7 @@ class RayRuntime(Runtime):
             del self.calls[reference]
             self.failed.pop(reference, None)
         fresh = RayProcess(process.pool, process.rank, process.device, process.start, self)
-        fresh.actor.join.remote(None, process.device, self.config.collective_timeout_s)
+        fresh.join(None, self.config.collective_timeout_s)
         self.processes[self.processes.index(process)] = fresh
         return fresh
 
@@ -568,6 +588,7 @@ class RayRuntime(Runtime):
         a process has ended that is not expendable.
         """
         self._sort_out_answered()
+        self._slow.look(self._at_work(), lambda process: process.where)
         running = [call for reference, call in self.calls.items() if reference not in self.failed]
         for reference, reply in self.failed.items():
             failed = self.calls[reference]
@@ -586,6 +607,16 @@ class RayRuntime(Runtime):
             ):
                 return reply
         return None
+
+    def _at_work(self) -> Iterator[tuple[RayProcess, Any, Label]]:
+        """Yield the call that each process works on: its first, once all inputs are there."""
+        seen: set[RayProcess] = set()
+        for reference, call in self.calls.items():
+            if reference in self.failed or call.process in seen:
+                continue
+            seen.add(call.process)
+            if not any(needed in self.calls for needed in call.inputs):
+                yield call.process, reference, call.label
 
     # --- the store ---
 

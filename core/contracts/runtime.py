@@ -8,7 +8,7 @@ controller --Message-->  Process (one per device of a pool; runs its messages in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol as Typing
 
 import attrs
@@ -130,6 +130,8 @@ class Runtime(ABC):
     def __init__(self, config: Any):
         self.config = config
         self.traffic = Traffic()
+        self.say: Callable[[str], None] = lambda text: None
+        """Told what the user should know while the controller waits, such as a call that hangs."""
 
     # --- processes ---
 

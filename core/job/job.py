@@ -81,6 +81,8 @@ class ModelRole:
     """Whether the engine's memory (cache and weights) stays between generations."""
     ahead: bool = False
     """Whether its engine generates ahead, by weights before the present ones."""
+    keeps_cache: bool = False
+    """Whether responses under way go on with keys and values of older weights."""
     mismatch_stop: float = math.inf
     """The largest mean difference, in nats, of its engine's logprobs from the trainer's."""
 
@@ -247,7 +249,7 @@ class Job:
     def carried(self) -> frozenset[str]:
         """The trained roles whose responses may outlive a generation phase, or newer weights."""
         run = self.run
-        recomputes = run.in_flight == "recompute" or (
+        never_stops = run.in_flight in ("recompute", "keep") or (
             run.in_flight == "auto" and run.max_staleness > 1
         )
         return frozenset(
@@ -256,7 +258,7 @@ class Job:
             if run.max_staleness
             and name in self.trained
             and model.spec.engine is not None
-            and (model.rollout_pool is None or recomputes)
+            and (model.rollout_pool is None or never_stops)
         )
 
     @property

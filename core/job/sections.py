@@ -73,13 +73,15 @@ class RunSection:
     generate the next k steps while step s is trained (see in_flight). Those that take turns with
     the training end when the responses of their own step are complete; those of the next k steps
     are generated beside them, and go on in the turns of these."""
-    in_flight: Literal["auto", "no", "recompute"] = "auto"
+    in_flight: Literal["auto", "no", "recompute", "keep"] = "auto"
     """With max_staleness and engines in a pool of their own: what these do when newer weights come
     while they generate. "no": the weights wait until what is under way is complete, so that each
     step is of one version and repeats bit for bit; with max_staleness = 1 alone. "recompute":
     responses under way go on by the newer weights, which read anew what was made of them; when
-    weights come depends on times, and so do the tokens. "auto": "no" where max_staleness is 1, else
-    "recompute"."""
+    weights come depends on times, and so do the tokens. "keep": the same, with the keys and values
+    of the older weights, of engines that can; saves the reading, and a token's probability is then
+    not exactly that of the weights that its version names. "auto": "no" where max_staleness is 1,
+    else "recompute"."""
     mismatch_stop: float | None = setting(None, positive, infinite=True)
     """End the run before an update changes any weights, when the logprobs of engine and trainer,
     for the same tokens and weights, differ by more than this, in nats: the mean over the update's

@@ -196,6 +196,7 @@ class Session:
         self.memory: Sequence[PoolMemory] = ()
         """The estimated memory of each pool's devices, where it was checked."""
         self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
+        self.runtime.say = say
         self.groups: dict[str, tuple[Role, WorkerGroup]] = {}
 
     def __enter__(self) -> Session:

@@ -61,6 +61,23 @@ def generate_rows(
     return _generated(completions, _figures(engine, started))
 
 
+def generate_beside(
+    engine: RolloutEngine,
+    carried: Carried,
+    batch: Batch,
+    sampling: SamplingParams,
+    seed: int,
+    extras: Collection[str] = (),
+) -> Batch:
+    """Do what `generate_rows` does, while open rows go on."""
+    started = time.perf_counter()
+    # Open rows have the numbers of their samples, from 0 on.
+    requests = make_requests(batch, sampling, seed, extras)
+    carried.open(attrs.evolve(request, id=-1 - request.id) for request in requests)
+    completions = carried.collect(engine, [-1 - request.id for request in requests])
+    return _generated(completions, _figures(engine, started))
+
+
 def collect_rows(
     engine: RolloutEngine, batch: Batch, step: int, carried: Carried, published: Published
 ) -> Batch:

@@ -75,13 +75,16 @@ class LossPart:
         context: RankContext,
         extras: Collection[str] = (),
         packing: Packing = Packing.PADDED,
+        keeps_cache: bool = False,
     ):
         """Plan the micro-batches of at most `micro_batch_tokens` tokens, padding included.
 
         extras: columns that the backend reads beside the framework's, where the batch has them.
-        packing: how the backend takes rows.
+        packing: how the backend takes rows. keeps_cache: whether tokens of the present weights may
+        come after keys and values of older ones, so that their logprobs are not to be compared.
         """
         self.loss = loss
+        self.keeps_cache = keeps_cache
         self.context = context
         self.packing = packing
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
@@ -204,7 +207,8 @@ class LossPart:
             )
             tally.extend(term_tally)
             if self.compared:
-                tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
+                found = mismatch(rows, outputs["logprobs"], backend.version, self.keeps_cache)
+                tally.extend(found)
             if self.lags:
                 tally.extend(staleness(rows, outputs["logprobs"], self.lags))
             self._record(planned, outputs)
@@ -284,16 +288,25 @@ def agree(parts: Sequence[LossPart]) -> None:
         part.make_micros(int(max(*forwards, 1)))
 
 
-def mismatch(rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, version: int) -> Tally:
+def mismatch(
+    rows: Mapping[str, torch.Tensor],
+    logprobs: torch.Tensor,
+    version: int,
+    whole_rows: bool = False,
+) -> Tally:
     """Return metrics of the difference between the trainer's and the rollout engine's logprobs.
 
     Over the tokens that the present weights generated, with d = logprobs - rollout_logprobs:
     mismatch_mean is the mean of |d|; mismatch_kl the mean of exp(d) - 1 - d, the k3 estimator of
-    KL(rollout || trainer); mismatch_max_ratio the largest exp(|d|).
+    KL(rollout || trainer); mismatch_max_ratio the largest exp(|d|). whole_rows: only of rows all of
+    whose tokens the present weights generated.
     """
     # Tokens of older weights differ for another reason than the engine.
     d = logprobs.detach() - rows["rollout_logprobs"]
-    mask = (rows["loss_mask"] > 0) & (rows["weight_version"] == version)
+    made = rows["loss_mask"] > 0
+    mask = made & (rows["weight_version"] == version)
+    if whole_rows:
+        mask &= (mask | ~made).all(dim=1, keepdim=True)
     d = torch.where(mask, d, 0.0)
     count = mask.sum()
 

@@ -290,7 +290,7 @@ class ModelWorker(OpensRows):
         budget = self.role.micro_batch_tokens
         packing = self.backend.packing
         parts = [
-            LossPart(batch, loss, budget, self.context, self._reads, packing)
+            LossPart(batch, loss, budget, self.context, self._reads, packing, self.role.keeps_cache)
             for batch, loss in pairs
         ]
         agree(parts)

@@ -28,6 +28,7 @@ from hybridflow.core.workers.generation import (
     EPISODE_READS,
     GENERATE_READS,
     GENERATED,
+    generate_beside,
     generate_episodes,
     generate_rows,
     rows_of,
@@ -69,7 +70,7 @@ class RolloutWorker(OpensRows):
     @register(Protocol.ONE_TO_ALL)
     def begin_update(self, version: int) -> None:
         """Begin the engine's update to the weights of `version`; open rows wait for its end."""
-        self.carried.stop(self.engine)
+        self._stop()
         self.engine.begin_update(version)
 
     @register(Protocol.ONE_TO_ALL)
@@ -109,7 +110,11 @@ class RolloutWorker(OpensRows):
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses to the rows' prompts, with the weights of the last sync."""
-        made = generate_rows(self.engine, batch, sampling, seed, self.sends)
+        if self.role.keeps_cache:
+            how = (batch, sampling, seed, self.sends)
+            made = generate_beside(self.engine, self.carried, *how)
+        else:
+            made = generate_rows(self.engine, batch, sampling, seed, self.sends)
         return _with_versions(made) if self.role.ahead else made
 
     # Of responses that newer weights go on with (carried.py)
@@ -127,8 +132,19 @@ class RolloutWorker(OpensRows):
     @register(Protocol.ONE_TO_ALL)
     def stop(self) -> dict[str, float]:
         """Have open rows wait for the next `advance`; return the engine's figures up to now."""
-        self.carried.stop(self.engine)
+        self._stop()
         return self.engine.figures()
+
+    def _stop(self) -> None:
+        """End the rows under way where they are, unless they keep their keys and values."""
+        if not self.role.keeps_cache:
+            self.carried.stop(self.engine)
+
+    @register(Protocol.MICRO_DP, same_rows=False)
+    def unfinished(self) -> Batch:
+        """Return what there is of the open rows, for a checkpoint; they end where they are."""
+        self.carried.stop(self.engine)
+        return super().unfinished()
 
 
 def _with_versions(generated: Batch) -> Batch:

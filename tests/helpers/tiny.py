@@ -103,6 +103,33 @@ def is_nan(sample):
 '''
 
 
+TOLD = """
+
+# The trainer and the process of data and rewards say which they are.
+from hybridflow.algorithms.grpo import GRPO
+
+
+def tell(name):
+    pathlib.Path(__file__).with_name(f"{name}.{os.getpid()}").touch()
+
+
+def told(sample):
+    tell("data")
+    return digits(sample)
+
+
+class ToldLoss(GRPO.loss):
+    def __call__(self, *args, **others):
+        tell("trainer")
+        return super().__call__(*args, **others)
+
+
+class Told(GRPO):
+    loss = ToldLoss
+"""
+"""Added to REWARDS: the algorithm `rewards:Told` and the reward `rewards:told` say which processes have them."""
+
+
 def write(folder: Path, text: str = GRPO, **replaced: str) -> Path:
     """The config (and the rewards beside it) in a folder; `replaced`: old text -> new, keys as in `text`."""
     for old, new in replaced.items():
@@ -177,6 +204,16 @@ def marked(mark: str, command: str) -> list[int]:
         if f"MARK={mark}".encode() in environment.split(b"\0") and command.encode() in line:
             found.append(int(folder.name))
     return found
+
+
+def which_are(victim: int | str, pids: list[int], folder: Path) -> list[int]:
+    """The processes that a victim may be, a rank's number, "trainer" or "engine"; none while it is not known (TOLD)."""
+    if isinstance(victim, int):
+        return [pids[victim]]
+    trainer = [pid for pid in pids if (folder / f"trainer.{pid}").exists()]
+    told = [*trainer, *(pid for pid in pids if (folder / f"data.{pid}").exists())]
+    engines = [pid for pid in pids if pid not in told]
+    return (trainer if victim == "trainer" else engines) if len(told) == 2 else []
 
 
 def killing(

@@ -13,7 +13,17 @@ import uuid
 
 import pytest
 from helpers.paths import matrix
-from helpers.tiny import REWARDS, exported, learning, marked, metrics, ran_here, write
+from helpers.tiny import (
+    REWARDS,
+    TOLD,
+    exported,
+    learning,
+    marked,
+    metrics,
+    ran_here,
+    which_are,
+    write,
+)
 
 from hybridflow.kit.recording import read_rows
 
@@ -32,32 +42,6 @@ def steps_of(folder) -> int:
     file = folder / "runs/tiny/metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
-
-
-TOLD = """
-
-# The trainer and the process of data and rewards say which they are.
-from hybridflow.algorithms.grpo import GRPO
-
-
-def tell(name):
-    pathlib.Path(__file__).with_name(f"{name}.{os.getpid()}").touch()
-
-
-def told(sample):
-    tell("data")
-    return digits(sample)
-
-
-class ToldLoss(GRPO.loss):
-    def __call__(self, *args, **others):
-        tell("trainer")
-        return super().__call__(*args, **others)
-
-
-class Told(GRPO):
-    loss = ToldLoss
-"""
 
 
 def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int) -> str:
@@ -110,16 +94,6 @@ def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int
     assert said.count("restart ") == len(restarts), said
     assert said.count("the engine of actor on rank ") == victims.count("engine"), said
     return said
-
-
-def which_are(victim: int | str, pids: list[int], folder) -> list[int]:
-    """The processes that a victim may be; none while they have not said which they are."""
-    if isinstance(victim, int):
-        return [pids[victim]]
-    trainer = [pid for pid in pids if (folder / f"trainer.{pid}").exists()]
-    told = [*trainer, *(pid for pid in pids if (folder / f"data.{pid}").exists())]
-    engines = [pid for pid in pids if pid not in told]
-    return (trainer if victim == "trainer" else engines) if len(told) == 2 else []
 
 
 @pytest.mark.timeout(180 + 120 * KILLS)

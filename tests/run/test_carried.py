@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.weights import Box
+from hybridflow.core.workers import gradients
 from hybridflow.kit.testing.runs import TinyRun
 from hybridflow.settle.stages import overlay
 
@@ -346,3 +348,61 @@ def test_tokens_that_are_too_old_end_the_run():
         match="step 3 has trained actor on tokens of its weights after 0 updates",
     ):
         drive(1, 6, {}, pages=Late)
+
+
+KEPT = overlay(PLACES["apart"], {"run": {"in_flight": "keep"}})
+
+
+def test_weights_that_come_under_way_keep_the_bound_and_the_keys_and_values(synchronous):
+    """By weights that do not move the tokens are the synchronous run's, whatever was under way."""
+    driven, _, seen = drive(3, 6, overlay(KEPT, STILL))
+    assert [step["response_ids"] for step in seen] == [step["response_ids"] for step in synchronous]
+    rows = [row for step in seen for row in step["weight_version"]]
+    assert all(row == sorted(row) for row in rows)
+    assert any(len(set(row)) > 1 for row in rows)
+    lags = [metrics["actor/staleness_max"] for metrics in driven.metrics]
+    assert max(lags) == 3
+
+
+def test_rows_of_several_versions_are_no_mismatch(monkeypatch):
+    """Their last tokens come after keys and values of older weights; the probes are compared all the same."""
+    fast = {"actor": {"optimizer": {"lr": 0.05}}}
+    driven, _, seen = drive(1, 5, overlay(KEPT, fast))
+    mixed = [row for step in seen for row in step["weight_version"] if len(set(row)) > 1]
+    assert mixed and all(metrics["actor/mismatch_mean"] < 1e-4 for metrics in driven.metrics)
+    # What is left out would have ended the run.
+    monkeypatch.setattr(gradients, "mismatch", partial(compared_all, gradients.mismatch))
+    with pytest.raises(WorkerError, match="differ by"):
+        drive(1, 5, overlay(KEPT, fast))
+
+
+def compared_all(mismatch, rows, logprobs, version, whole_rows):
+    return mismatch(rows, logprobs, version)
+
+
+def test_a_run_with_kept_keys_and_values_goes_on_and_validates(tmp_path):
+    """A checkpoint ends what is under way; a validation between two steps is by the newest weights."""
+
+    def at_two(run: Run) -> bool:
+        prompts = run.session.rows("train", 0, 4).select(["prompt_ids", "group", "meta"])
+        counters = dict(run.ctx.counters)
+        batch = run.ctx.actor.generate(prompts, greedy=True)
+        assert set(batch["weight_version"].values.tolist()) == {UPDATES * run.step}
+        run.ctx.finish()
+        run.ctx.counters.update(counters)
+        if run.step == 2:
+            checkpoint(run, noted[-1])
+        return True
+
+    noted: list[Pages] = []
+
+    class Noted(Pages):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            noted.append(self)
+
+    folder = overlay(overlay(KEPT, STILL), {"run": {"folder": str(tmp_path / "run")}})
+    _, _, whole = drive(2, 6, folder, at_end=at_two, pages=Noted)
+    resumed, _, rest = drive(2, 6, folder, resume=True)
+    assert [step["response_ids"] for step in rest] == [step["response_ids"] for step in whole[2:]]
+    assert all(metrics["actor/staleness_max"] <= 2 for metrics in resumed.metrics)

@@ -10,6 +10,7 @@ from helpers.jobs import job, problem, problems
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.rollout import EngineSettings
 from hybridflow.core.contracts.runtime import ResourcePool
@@ -142,6 +143,7 @@ def test_older_weights_need_a_correction():
         ("no", 1, True, False),
         ("recompute", 1, True, True),
         ("auto", 2, True, True),
+        ("keep", 1, True, True),
         ("recompute", 0, True, False),
         ("auto", 1, False, True),
     ],
@@ -165,6 +167,17 @@ def test_what_newer_weights_cannot_do_is_refused():
     job("run.max_staleness=1", *repeated)
     varies = problem("run.max_staleness=2", *repeated)
     assert "run.deterministic: is true, and which tokens are made by which weights" in varies
+
+
+def test_keys_and_values_stay_where_an_engine_of_its_own_can_keep_them(monkeypatch):
+    keep = ["run.max_staleness=2", "run.in_flight=keep", CORRECTED]
+    assert job(*keep, *APART).models["actor"].spec.keeps_cache
+    assert not job("run.max_staleness=2", CORRECTED, *APART).models["actor"].spec.keeps_cache
+    here = problem(*keep)
+    assert "take turns with its training, which has their cache meanwhile" in here
+    monkeypatch.setattr(TransformersEngine, "inflight", False)
+    other = problem(*keep, *APART)
+    assert "the engine transformers takes no newer weights while sequences run; set" in other
 
 
 def test_turns_of_an_environment_are_not_carried_over():

@@ -181,6 +181,20 @@ def test_the_distance_of_trainer_and_engine_is_over_tokens_of_the_present_weight
     assert not mismatch(rows, torch.zeros(1, 4), version=9).metrics().values()
 
 
+def test_rows_of_several_versions_are_left_out_where_keys_and_values_stay():
+    """Rows of versions 4 and 4, 3 and 4, and 4 and an environment's: the second is left out."""
+    rows = {
+        "rollout_logprobs": torch.zeros(3, 2),
+        "weight_version": torch.tensor([[4, 4], [3, 4], [4, -1]]),
+        "loss_mask": torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]),
+    }
+    logprobs = torch.tensor([[0.1, 0.2], [5.0, 7.0], [0.6, 9.0]])
+    found = mismatch(rows, logprobs, 4, whole_rows=True).metrics()
+    assert found["mismatch_mean"] == pytest.approx((0.1 + 0.2 + 0.6) / 3, rel=1e-5)
+    every = mismatch(rows, logprobs, 4).metrics()
+    assert every["mismatch_mean"] == pytest.approx((0.1 + 0.2 + 7.0 + 0.6) / 4, rel=1e-5)
+
+
 def test_how_far_the_policy_has_moved_is_by_lag_and_as_weights():
     """By hand: d = old - rollout is 0.1 and -0.2 in a row that lags by 1, and 0.3 in one that does not."""
     rows = {
