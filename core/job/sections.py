@@ -58,7 +58,7 @@ class RunSection:
 
     # What is generated, in files
     journal: bool = False
-    """Whether the run keeps what it generates in `journal`, about 11 bytes a token, so that
+    """Whether the run keeps what it generates in `journal`, about 12 bytes a token, so that
     another run can replay it."""
     replay: str | None = None
     """Folder of a run whose journal takes the place of engines: the same prompts are drawn, and get

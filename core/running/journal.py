@@ -4,7 +4,7 @@ With run.journal a run's folder has
 
     journal/
       step-00000012.json     the calls of `generate` of the step, in order: role and checksums
-      step-00000012-0.npz    what the first of them has returned, about 11 bytes a token
+      step-00000012-0.npz    what the first of them has returned, about 12 bytes a token
 
 of every step that has ended. A run with run.replay draws its prompts as that one did, and gets the
 responses to them from these files.
