@@ -70,20 +70,26 @@ class Journal:
         writes = []
         for number, call in enumerate(calls):
             rows = call.prompts.select(["prompt_ids"]).join(*call.added)
-            writes.append(data.journal(rows, self._rows(step, number)))
+            writes.append(data.journal(rows, self.rows(step, number)))
         fields = []
         for number, (call, written) in enumerate(zip(calls, writes, strict=True)):
             rows_sum, prompts_sum = written.result()
-            flush_file(Path(self._rows(step, number)))
+            flush_file(Path(self.rows(step, number)))
             fields.append({"role": call.role, "rows": rows_sum, "prompts": prompts_sum})
         # The step is in the journal with this file, after all others have reached the disk.
         write_sealed(self._file(step), {"calls": fields})
 
+    def calls(self, step: int) -> list[dict[str, str]]:
+        """Return role and checksums of each call of a step. Raises DamagedError."""
+        calls: list[dict[str, str]] = read_sealed(self._file(step))["calls"]
+        return calls
+
+    def rows(self, step: int, number: int) -> str:
+        """Return the path of the file of a step's call."""
+        return str(self._file(step).absolute().with_suffix("")) + f"-{number}.npz"
+
     def _file(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step:08d}{SUFFIX}"
-
-    def _rows(self, step: int, number: int) -> str:
-        return str(self._file(step).absolute().with_suffix("")) + f"-{number}.npz"
 
 
 @attrs.frozen
@@ -99,7 +105,7 @@ class Replay:
         Raises HybridFlowError where it made no such call, or made it for other prompts.
         """
         try:
-            calls = read_sealed(self.journal._file(step))["calls"]
+            calls = self.journal.calls(step)
         except DamagedError as error:
             raise HybridFlowError(f"run.replay: {error}") from error
         if number >= len(calls) or calls[number]["role"] != role:
@@ -110,4 +116,5 @@ class Replay:
                 "the scores that decide about that, must be those of that run"
             )
         sums = (calls[number]["rows"], calls[number]["prompts"])
-        return self.data.replay(prompts, self.journal._rows(step, number), *sums)
+        rows: Batch = self.data.replay(prompts, self.journal.rows(step, number), *sums)
+        return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from helpers.paths import matrix
 from helpers.training_check import assert_equal, check
 from helpers.training_jobs import Setup, disagreeing_update, moved, staying, train
 from helpers.training_reference import Blend, make_batch
@@ -47,7 +48,7 @@ MEGATRON = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen2-deep", "llama-deep"])
+@pytest.mark.parametrize("name", ["qwen2-deep", pytest.param("llama-deep", marks=matrix)])
 @pytest.mark.parametrize("case", MEGATRON.values(), ids=MEGATRON.keys())
 def test_megatron_trains_as_hugging_face_does(ranks, folder, name, case):
     layout, config = case

@@ -164,6 +164,8 @@ def check(error, phase="train"):
     assert "the process of rank 1 of pool 'main' is gone" in str(error)
 
 
+# What TestRay sees, of conformance/test_ours, with the call and the pool by name.
+@matrix
 def test_a_process_that_ends_in_a_collective_is_worker_died_while_its_peer_waits(group):
     check(within(20, lambda: group.train(BATCH, dies=1)["x"]))
     check(within(20, lambda: group.train(BATCH)["x"]))  # and so is every later call
@@ -183,6 +185,7 @@ def test_a_killed_process_is_worker_died_for_whoever_waits_for_its_results(group
     assert isinstance(error, WorkerDied) and error.rank == 1
 
 
+@matrix
 def test_a_rank_that_fails_while_its_peer_waits_for_it_is_reported_at_once(group):
     out = group.train(BATCH, fails=1)
     later = group.train(out)  # behind it in the queue of the rank that hangs

@@ -74,6 +74,7 @@ def test_a_name_that_vllm_does_not_know_ends_the_start(monkeypatch):
 
 
 @needs("vllm")
+@matrix
 def test_a_name_that_vllm_leaves_out_ends_the_start(monkeypatch):
     # vLLM's loaders pass such names over without a word.
     planted = renamed("model.layers.1.self_attn.q_proj.bias", "model.layers.1.rotary_emb.inv_freq")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.counting import STEP, Counting, count_from, setup_of
+from helpers.paths import matrix
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.kit.hosting.bucket import Bucket
@@ -125,7 +126,14 @@ print("pid", process.pid, flush=True)
 """
 
 
-@pytest.mark.parametrize("then", ["time.sleep(60)", "raise RuntimeError('no')", "pass"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "time.sleep(60)",
+        pytest.param("raise RuntimeError('no')", marks=matrix),
+        pytest.param("pass", marks=matrix),
+    ],
+)
 def test_it_ends_with_its_worker_however_that_ends(tmp_path, then):
     tests = Path(__file__).parents[2]
     code = PARENT.format(tests=str(tests), log=str(tmp_path / "log"), then=then)
