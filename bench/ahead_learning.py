@@ -6,7 +6,7 @@ All have the same warm-up, settings and rows, and the correction; engines have a
 while they generate from run.max_staleness = 2 on. A run ends at the first step after which 95% of the held-out sums are right.
 They are on the inline runtime, where tokens lag by as much as the bound allows. The control has the largest bound, a larger
 learning rate and no correction, which a run refuses: an algorithm in this file says that it corrects. One JSON line per figure;
-exits 1 where a run with the correction does not get there, or where the median of steps is above the bar. Half an hour on two
+exits 1 where a run with the correction does not get there, or where the median of steps is above the bar. An hour on two
 cores.
 """
 

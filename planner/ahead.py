@@ -25,7 +25,7 @@ from hybridflow.kit.recording import SAMPLES, read_rows
 from hybridflow.planner.jobs import JobPlan
 from hybridflow.planner.overlap import Engines, Timing, simulate
 from hybridflow.planner.pools import PoolPlanner, after, rollouts
-from hybridflow.planner.search import Mapping, NothingFitsError, describe, slowest
+from hybridflow.planner.search import Mapping, describe, slowest
 from hybridflow.planner.workload import PlannedModel, Workload
 
 STALENESS = (0, 1, 2, 4)
@@ -183,11 +183,14 @@ def _generating(plan: JobPlan) -> tuple[str, int]:
     return roles.pop(), sum(task.sequences * task.times for task in tasks)
 
 
-def _typical(plan: JobPlan, lengths: Lengths, *, generates: bool) -> Workload:
-    """Return the step's work with responses of the mean length; without generation if asked."""
-    work = plan.work.workload
-    kept = tuple(task for task in work.tasks if generates or task.verb != "generate")
-    return attrs.evolve(work, tasks=kept, response_tokens=max(1, round(lengths.mean)), open_steps=1)
+def _typical(work: Workload, lengths: Lengths) -> Workload:
+    """Return the work with responses of the mean length."""
+    return attrs.evolve(work, response_tokens=max(1, round(lengths.mean)), open_steps=1)
+
+
+def _without_generation(work: Workload) -> Workload:
+    kept = tuple(task for task in work.tasks if task.verb != "generate")
+    return attrs.evolve(work, tasks=kept, open_steps=1)
 
 
 def _training(mapping: Mapping, plan: JobPlan, work: Workload) -> float:
@@ -221,7 +224,7 @@ def _engines(
 
 def _beside(plan: JobPlan, best: Mapping, role: str, lengths: Lengths) -> Way:
     """Return the best placement, whose engines take turns with the training."""
-    work = _typical(plan, lengths, generates=True)
+    work = _typical(plan.work.workload, lengths)
     [(pool, choice)] = [
         (pool, choice)
         for pool in best.pools
@@ -240,30 +243,24 @@ def _beside(plan: JobPlan, best: Mapping, role: str, lengths: Lengths) -> Way:
 def _splits(plan: JobPlan, role: str, lengths: Lengths) -> Iterator[Way]:
     """Yield the ways to give engines devices of their own."""
     [nodes] = plan.cluster.nodes
-    rest_of_step = attrs.evolve(
-        plan.work.workload,
-        tasks=tuple(task for task in plan.work.workload.tasks if task.verb != "generate"),
-        open_steps=1,
-    )
+    [model] = [model for model in plan.work.models if model.name == role]
+    generation = _typical(plan.work.workload, lengths)
+    others = _without_generation(plan.work.workload)
     for devices in nodes.sizes():
-        others = plan.cluster.devices - devices
         try:
             own = plan.cluster.sized(devices)
             rest = attrs.evolve(
                 plan,
-                cluster=plan.cluster.sized(others),
-                work=attrs.evolve(plan.work, workload=rest_of_step),
+                cluster=plan.cluster.sized(plan.cluster.devices - devices),
+                work=attrs.evolve(plan.work, workload=others),
             )
             mapping = rest.best()
-        except (ConfigError, NothingFitsError):
+        except ConfigError:  # these are no whole nodes, or too few for the rest
             continue
-        [model] = [model for model in plan.work.models if model.name == role]
-        found = _fastest(
-            PoolPlanner(own.nodes[0], _typical(plan, lengths, generates=True)), model, devices
-        )
+        found = _fastest(PoolPlanner(own.nodes[0], generation), model, devices)
         if found is not None:
-            training = _training(mapping, rest, _typical(plan, lengths, generates=False))
             engines, sync = found
+            training = _training(mapping, rest, _typical(others, lengths))
             where = f"on {devices}, {describe(mapping)}"
             yield Way(where, True, engines, training, sync)
 

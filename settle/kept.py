@@ -14,6 +14,7 @@ from hybridflow.core.values.files import (
     CONSOLE,
     DONE,
     FORK,
+    JOURNAL,
     LOCK,
     LOGS,
     MARK,
@@ -63,11 +64,11 @@ def read_done(job: Job) -> Done | None:
 
 
 def results_of(job: Job) -> list[str]:
-    """Return the names in the run's folder, without checkpoints, logs, lock and marks."""
+    """Return the names in the run's folder, without checkpoints, journal, logs, lock and marks."""
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    marks = (MARK, LOCK, CONSOLE, LOGS, CHECKPOINTS, FORK, PARTIAL_EXPORT, REPORT, TRACE)
+    marks = (MARK, LOCK, CONSOLE, LOGS, JOURNAL, CHECKPOINTS, FORK, PARTIAL_EXPORT, REPORT, TRACE)
     return [name for name in names if name not in marks and not name.endswith(PARTIAL)]
 
 

@@ -97,9 +97,11 @@ class RayProcess(Process):
     def where(self) -> str:
         """Its pool and rank, and its process where that is known."""
         place = f"rank {self.rank} of pool {self.pool.name!r}"
+        if self.joined is None:
+            return place
         try:
             return f"{place} ({ray.get(self.joined, timeout=0)})"
-        except (RayError, ValueError, TypeError):  # it has not joined, or has ended
+        except RayError:  # it has not joined yet, or has ended
             return place
 
     def join(self, meeting: Any, patience_s: float) -> Any:

@@ -24,16 +24,15 @@ class _Running:
     label: Label
     since: float
     """When it was first seen at work, by time.monotonic."""
-    next: float
-    """After how many seconds it is told of."""
+    told_after: float
+    """The seconds at work after which it is told of."""
 
 
 class SlowCalls:
     """Looks at what the processes work on, and tells of what takes long."""
 
-    def __init__(self, say: Callable[[str], None], slow_s: float | None = None):
+    def __init__(self, say: Callable[[str], None]):
         self.say = say
-        self.slow_s = SLOW_S if slow_s is None else slow_s
         self._running: dict[Hashable, _Running] = {}
         self._longest: dict[Label, float] = {}
         """Role and phase -> the longest time that such a call was seen at work."""
@@ -54,7 +53,7 @@ class SlowCalls:
                 continue
             if known is not None:
                 self._ended(known, now)
-            after = max(self.slow_s, TIMES * self._longest.get(label, 0.0))
+            after = max(SLOW_S, TIMES * self._longest.get(label, 0.0))
             self._running[process] = _Running(reference, label, now, after)
         for known in before.values():
             self._ended(known, now)
@@ -67,7 +66,7 @@ class SlowCalls:
         """Tell of all processes with one slow call in one line."""
         slow: dict[Label, list[tuple[Hashable, _Running]]] = {}
         for process, one in self._running.items():
-            if now - one.since >= one.next:
+            if now - one.since >= one.told_after:
                 slow.setdefault(one.label, []).append((process, one))
         for label, found in slow.items():
             longest = self._longest.get(label)
@@ -84,4 +83,4 @@ class SlowCalls:
                 "checkpoint with run.restarts, or --resume"
             )
             for _, one in found:
-                one.next = TIMES * (now - one.since)
+                one.told_after = TIMES * (now - one.since)

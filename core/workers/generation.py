@@ -52,29 +52,22 @@ def generate_rows(
     sampling: SamplingParams,
     seed: int,
     extras: Collection[str] = (),
+    beside: Carried | None = None,
 ) -> Batch:
-    """Generate a response for each row's prompt: the columns GENERATED, in the rows' order."""
+    """Generate a response for each row's prompt: the columns GENERATED, in the rows' order.
+
+    beside: open rows of the engine, which go on meanwhile.
+    """
     started = time.perf_counter()
     # Some replicas have no rows in small batches.
     requests = make_requests(batch, sampling, seed, extras)
-    completions = engine.generate(requests) if requests else []
-    return _generated(completions, _figures(engine, started))
-
-
-def generate_beside(
-    engine: RolloutEngine,
-    carried: Carried,
-    batch: Batch,
-    sampling: SamplingParams,
-    seed: int,
-    extras: Collection[str] = (),
-) -> Batch:
-    """Do what `generate_rows` does, while open rows go on."""
-    started = time.perf_counter()
-    # Open rows have the numbers of their samples, from 0 on.
-    requests = make_requests(batch, sampling, seed, extras)
-    carried.open(attrs.evolve(request, id=-1 - request.id) for request in requests)
-    completions = carried.collect(engine, [-1 - request.id for request in requests])
+    if beside is None:
+        completions = engine.generate(requests) if requests else []
+    else:
+        # Open rows have the numbers of their samples, from 0 on.
+        others = [attrs.evolve(request, id=-1 - request.id) for request in requests]
+        beside.open(others)
+        completions = beside.collect(engine, [request.id for request in others])
     return _generated(completions, _figures(engine, started))
 
 

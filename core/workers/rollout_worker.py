@@ -28,7 +28,6 @@ from hybridflow.core.workers.generation import (
     EPISODE_READS,
     GENERATE_READS,
     GENERATED,
-    generate_beside,
     generate_episodes,
     generate_rows,
     rows_of,
@@ -110,11 +109,8 @@ class RolloutWorker(OpensRows):
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses to the rows' prompts, with the weights of the last sync."""
-        if self.role.keeps_cache:
-            how = (batch, sampling, seed, self.sends)
-            made = generate_beside(self.engine, self.carried, *how)
-        else:
-            made = generate_rows(self.engine, batch, sampling, seed, self.sends)
+        beside = self.carried if self.role.keeps_cache else None
+        made = generate_rows(self.engine, batch, sampling, seed, self.sends, beside)
         return _with_versions(made) if self.role.ahead else made
 
     # Of responses that newer weights go on with (carried.py)

@@ -10,8 +10,9 @@ import attrs
 import pytest
 from helpers.driven import Driven
 
+from hybridflow.core.contracts.environment import Answer, Environment
 from hybridflow.core.controller import checkpoint
-from hybridflow.core.errors import ConfigError, WorkerError
+from hybridflow.core.errors import ConfigError, HybridFlowError, WorkerError
 from hybridflow.core.running.journal import Journal
 from hybridflow.core.values.sealed import write_sealed
 from hybridflow.kit.testing.runs import TABLES, TinyRun
@@ -19,6 +20,19 @@ from hybridflow.settle.launch import run
 from hybridflow.settle.stages import overlay
 
 STEPS = 4
+
+
+class Counts(Environment):
+    """Answers with the number of tokens, and pays for even ones; it is over after two turns."""
+
+    turns = 0
+
+    def step(self, turn):
+        self.turns += 1
+        even = float((turn.ids % 2 == 0).mean()) if len(turn.ids) else 0.0
+        return Answer(text=str(len(turn.ids)), reward=even, done=self.turns == 2)
+
+
 GRPO = {
     "name": "grpo",
     "prompts_per_step": 4,
@@ -40,6 +54,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**APART, "run": {"max_staleness": 2}},
     ),
     "dapo": ({**GRPO, "name": "dapo"}, {**APART, "run": {"max_staleness": 2}}),
+    "episodes": (
+        GRPO,
+        {
+            "environment": {"name": "tests.run.test_replay:Counts", "max_turns": 3},
+            "reward": {"function": "hybridflow.kit.testing.runs:even_tokens"},
+        },
+    ),
     "two calls a step": (
         {**GRPO, "name": "remax", "group_size": 1, "mini_batch_size": 0},
         {"run": {"max_staleness": 1}},
@@ -149,7 +170,9 @@ def test_a_call_that_was_not_made_is_refused(tmp_path):
     assert [call["role"] for call in fields["calls"]] == ["actor", "actor"]
     del fields["calls"][1], fields["sha256"]
     write_sealed(file, fields)
-    with pytest.raises(Exception, match=r"step 1 makes call 2 of generate, by actor.*these: actor"):
+    with pytest.raises(
+        HybridFlowError, match=r"step 1 makes call 2 of generate, by actor.*these: actor"
+    ):
         driven(tmp_path / "again", remax, {"run": {"replay": str(first.job.folder)}}, steps=1)
 
 

@@ -66,7 +66,8 @@ def test_there_is_something_to_export_where_it_was_not_or_is_gone(job):
 def test_results_are_what_a_new_beginning_would_replace(job):
     for name in ("run.json", ".lock"):
         (job.folder / name).write_text("")
-    (job.folder / "logs").mkdir()
+    for folder in ("logs", "journal"):
+        (job.folder / folder).mkdir()
     checkpoint(job, 2)
     assert results_of(job) == [] and checkpoints_of(job).steps() == [2]
     (job.folder / "metrics.jsonl").write_text("")

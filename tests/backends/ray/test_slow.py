@@ -17,7 +17,7 @@ def looked(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     said: list[str] = []
-    calls = SlowCalls(said.append, slow_s=40.0)
+    calls = SlowCalls(said.append)
 
     def look(second, *running):
         clock[0] = second
