@@ -133,7 +133,10 @@ def scores(folder: str, seed: int, setting: Setting) -> list[float]:
     )
     file = Path(folder) / name / "grpo" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return [row["validation/score"] for row in rows if "validation/score" in row and row["step"]]
+    found = [row["validation/score"] for row in rows if "validation/score" in row and row["step"]]
+    told = f"{name}: {steps_to(setting.goal, found, len(found))} steps, {found[-1]:.3f} at the end"
+    print(told, file=sys.stderr, flush=True)
+    return found
 
 
 def steps_to(goal: float, found: list[float], most: int) -> int:

@@ -38,6 +38,7 @@ from hybridflow.core.groups.host import Host
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import finished
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.workers.generation import GENERATED
 from hybridflow.core.workers.gradients import loss_reads
@@ -82,6 +83,7 @@ class Models(Worker):
             "loss_mask": filled(rows, RESPONSE, 1, torch.uint8),
             "weight_version": filled(rows, RESPONSE, 0, torch.int32),
             "finish_reason": ["stop"] * rows,
+            "outcome": [finished("stop")] * rows,
         }
         return Batch(columns, Metrics({"response_length": (RESPONSE * rows, rows)}))
 
@@ -136,7 +138,7 @@ class Simulated(InlineRuntime):
     """Processor seconds of what is not the controller's."""
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
-        host = Host(pool.name, 0, 1, InlineStore())
+        host = Host(pool.name, 0, [0], InlineStore())
         host.join(None, device)
         return [Absent(pool, rank, host, self) for rank in range(pool.world)]
 

@@ -2,8 +2,9 @@
 
 python bench/lost_engines.py               three kills; about a minute and a half
 python bench/lost_engines.py --kills 20
+python bench/lost_engines.py --tp 2        of one rank of an engine on two
 
-On Ray, with two engines on one rank each, the embedded engine, and responses with lengths of their own, on steps that sleep: at
+On Ray, with two engines, the embedded engine, and responses with lengths of their own, on steps that sleep: at
 random moments one engine's process is killed. By weights that do not move, so that the tokens are known.
 
 kills       the run ends as if nobody had been killed: no token lags by more than the bound, every drawn row is trained once,
@@ -36,6 +37,7 @@ from in_flight import apart, taken
 
 from hybridflow.core.running.serving import Serving
 from hybridflow.kit.testing.runs import TinyRun
+from hybridflow.settle.stages import overlay
 
 BACK_S = 15.0
 """The most seconds from a kill until another engine can have weights, its start included."""
@@ -60,7 +62,7 @@ class Killer(threading.Thread):
             alive = all(one.replica.alive and one.losses == 0 for one in self.serving.replicas)
             if not alive:
                 continue
-            [process] = served.processes
+            process = self.draws.choice(served.processes)
             actor: Any = process.actor  # type: ignore[attr-defined]
             pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
             self.killed.append(time.monotonic())
@@ -68,7 +70,7 @@ class Killer(threading.Thread):
             self.left -= 1
 
 
-def kills(count: int) -> bool:
+def kills(count: int, tp: int) -> bool:
     algorithm = {
         "name": "in_flight:Drawn",
         "prompts_per_step": 8,
@@ -81,7 +83,9 @@ def kills(count: int) -> bool:
         "reward": {"function": "ahead:score"},
     }
     steps = STEPS_PER_KILL * count + 4
-    run = apart(STALENESS, algorithm, pools={"main": [1], "engines": [2]}, **tables)
+    engines = {"pool": "engines", "tp": tp}
+    both = overlay(tables, {"actor": {"generation": engines}})
+    run = apart(STALENESS, algorithm, pools={"main": [1], "engines": [2 * tp]}, **both)
     landed: list[int] = []
     built: list[float] = []
     back: list[float] = []
@@ -154,7 +158,9 @@ def kills(count: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=3)
-    return 0 if kills(parser.parse_args().kills) else 1
+    parser.add_argument("--tp", type=int, default=1, help="ranks of an engine")
+    asked = parser.parse_args()
+    return 0 if kills(asked.kills, asked.tp) else 1
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ TIMES = ("seconds", "timestamp", "_gb", "sync_extra_mb", "per_second")
 def cluster(nodes: int, folder: str) -> Cluster:
     """A cluster of so many nodes with two CPUs each, the first of them its head."""
     options: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
+    Path("/tmp/ray").mkdir(exist_ok=True)  # where its head writes its address, whatever temp_dir is
     made = Cluster(
         initialize_head=True,
         head_node_args=options | {"include_dashboard": False, "temp_dir": folder},

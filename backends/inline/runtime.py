@@ -70,7 +70,7 @@ class InlineProcess(Process):
     def __init__(self, pool: ResourcePool, rank: int):
         self.pool = pool
         self.rank = rank
-        self.host = Host(pool.name, rank, pool.world, InlineStore())
+        self.host = Host(pool.name, rank, pool.members(rank), InlineStore())
 
         # One thread runs the rank's calls in the order sent.
         self.thread: ThreadPoolExecutor | None = None

@@ -48,12 +48,12 @@ class HostActor:
         self,
         pool: str,
         rank: int,
-        world: int,
+        members: Sequence[int],
         environment: dict[str, str],
         path: list[str],
     ):
-        """environment: variables to set. path: the controller's sys.path, so that workers defined
-        in its folders can be imported here."""
+        """members: the ranks of its process group. environment: variables to set. path: the
+        controller's sys.path, so that workers defined in its folders can be imported here."""
         os.environ.update(environment)
         sys.path.extend(folder for folder in path if folder not in sys.path)
 
@@ -62,21 +62,21 @@ class HostActor:
         from hybridflow.kit.memory import keep_freed_memory
 
         keep_freed_memory()
-        self.host = Host(pool, rank, world, RayStore())
+        self.host = Host(pool, rank, members, RayStore())
 
     def serve(self, key: bytes) -> ServerRendezvous:
-        """Let the pool's ranks meet here, at this node's address (see Host.serve)."""
+        """Let the ranks of its group meet here, at this node's address (see Host.serve)."""
         return self.host.serve(ray.util.get_node_ip_address(), key)
 
     def join(
-        self, rendezvous: FileRendezvous | ServerRendezvous, device: str, timeout_s: float
+        self, rendezvous: FileRendezvous | ServerRendezvous | None, device: str, timeout_s: float
     ) -> str:
-        """Join the pool's process group (see Host.join); return where this process is."""
+        """Join the process group (see Host.join); return where this process is."""
         self.host.join(rendezvous, device, timeout_s)
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def leave(self) -> None:
-        """Close the workers, and leave the pool's process group (see Host.leave)."""
+        """Close the workers, and leave the process group (see Host.leave)."""
         self.host.leave()
 
     def ping(self) -> None:

@@ -94,6 +94,11 @@ class RayProcess(Process):
         """The reference to where it runs, once it has joined its group."""
 
     @property
+    def group(self) -> tuple[str, tuple[int, ...]]:
+        """Its pool's name, and the ranks of its process group."""
+        return self.pool.name, self.pool.members(self.rank)
+
+    @property
     def where(self) -> str:
         """Its pool and rank, and its process where that is known."""
         place = f"rank {self.rank} of pool {self.pool.name!r}"
@@ -341,11 +346,26 @@ class RayRuntime(Runtime):
                     scheduling_strategy=strategy, **resources, name=None
                 )
                 rank = len(processes)
-                start = partial(placed.remote, pool.name, rank, pool.world, variables, folders)
+                members = pool.members(rank)
+                start = partial(placed.remote, pool.name, rank, members, variables, folders)
                 processes.append(RayProcess(pool, rank, device, start, self))
 
         self.processes += processes
-        self._join(pool, processes, device)
+        timeout = self.config.start_timeout_s
+        groups = [[processes[rank] for rank in members] for members in pool.cut]
+        try:
+            # A join waits for all others: every process must get its call before any is awaited.
+            joins = [join for group in groups for join in self._join(group)]
+            ray.get(joins, timeout=timeout)
+        except GetTimeoutError as error:
+            raise HybridFlowError(
+                f"the {pool.world} processes of pool {pool.name!r} did not start within "
+                f"{timeout:.0f} s (runtime.start_timeout_s)"
+            ) from error
+        except (RayActorError, RayTaskError) as error:
+            raise HybridFlowError(
+                f"a process of pool {pool.name!r} failed to start: {error}"
+            ) from error
         return list(processes)
 
     def _resources(self, count: int, device: str) -> dict[str, Any]:
@@ -385,29 +405,17 @@ class RayRuntime(Runtime):
             )
         return placement
 
-    def _join(self, pool: ResourcePool, processes: Sequence[RayProcess], device: str) -> None:
-        """Have the processes of a pool meet: at a file, or across machines at rank 0."""
-        timeout = self.config.start_timeout_s
+    def _join(self, processes: Sequence[RayProcess]) -> list[Any]:
+        """Have processes make a group; return the references of their replies.
+
+        They meet at a file, or across machines at the first one.
+        """
         meeting: Any = None
-        if self._local:
+        if len(processes) > 1 and self._local:
             meeting = FileRendezvous(f"{self._folder}/{secrets.token_hex(8)}")
-        try:
-            if meeting is None:
-                key = secrets.token_bytes(32)
-                meeting = ray.get(processes[0].actor.serve.remote(key), timeout=timeout)
-            # A join waits for all others: every process must get its call before any is awaited.
-            patience = self.config.collective_timeout_s
-            joins = [process.join(meeting, patience) for process in processes]
-            ray.get(joins, timeout=timeout)
-        except GetTimeoutError as error:
-            raise HybridFlowError(
-                f"the {pool.world} processes of pool {pool.name!r} did not start within "
-                f"{timeout:.0f} s (runtime.start_timeout_s)"
-            ) from error
-        except (RayActorError, RayTaskError) as error:
-            raise HybridFlowError(
-                f"a process of pool {pool.name!r} failed to start: {error}"
-            ) from error
+        elif len(processes) > 1:
+            meeting = processes[0].actor.serve.remote(secrets.token_bytes(32))
+        return [process.join(meeting, self.config.collective_timeout_s) for process in processes]
 
     def check_alive(self) -> None:
         """Raise WorkerDied if a process has ended; takes up to GRACE_S while processes are busy."""
@@ -433,18 +441,20 @@ class RayRuntime(Runtime):
             except RayActorError as error:
                 yield pings[answer], error
 
-    def replace(self, process: Process) -> Process:
-        """Start another actor in the place of an expendable one, alone in its process group."""
-        assert isinstance(process, RayProcess)
-        ray.kill(process.actor)
-        self._replaced.add(process.actor._actor_id.hex())
-        for reference in [ref for ref, call in self.calls.items() if call.process is process]:
-            del self.calls[reference]
-            self.failed.pop(reference, None)
-        fresh = RayProcess(process.pool, process.rank, process.device, process.start, self)
-        fresh.join(None, self.config.collective_timeout_s)
-        self.processes[self.processes.index(process)] = fresh
-        return fresh
+    def replace(self, processes: Sequence[Process]) -> list[Process]:
+        """Start other actors in the places of a process group's, which are expendable."""
+        every = []
+        for process in processes:
+            assert isinstance(process, RayProcess)
+            ray.kill(process.actor)
+            self._replaced.add(process.actor._actor_id.hex())
+            for reference in [ref for ref, call in self.calls.items() if call.process is process]:
+                self._forget(reference)
+            fresh = RayProcess(process.pool, process.rank, process.device, process.start, self)
+            self.processes[self.processes.index(process)] = fresh
+            every.append(fresh)
+        self._join(every)
+        return list(every)
 
     def _process_of(self, error: RayActorError) -> RayProcess | None:
         """Return the process of whose end Ray tells; None for one that was replaced."""
@@ -557,6 +567,8 @@ class RayRuntime(Runtime):
                 failure = self._why_it_may_hang()
                 if failure is not None:
                     return failure
+                if (lost := self._lost_peer(reply)) is not None:
+                    reply = lost
             except RayActorError as error:
                 died = self._died(error)
                 self._forget(reply)
@@ -582,6 +594,20 @@ class RayRuntime(Runtime):
                 return arrived[0]
             if self._why_it_may_hang() is not None:
                 return replies[0]
+            for reply in replies:
+                if self._lost_peer(reply) is not None:
+                    return reply
+
+    def _lost_peer(self, reply: Any) -> Any:
+        """Return the lost reply of a rank of the same process group to the same call; else None."""
+        call = self.calls.get(reply)
+        for reference, failed in self.failed.items():
+            lost = self.calls[reference]
+            if failed is not None or call is None or lost.label is not call.label:
+                continue
+            if lost.process.group == call.process.group:
+                return reference
+        return None
 
     def _why_it_may_hang(self) -> Any:
         """Return the failed reply of a rank whose peers still run the same call; else None.

@@ -28,11 +28,22 @@ class ResourcePool:
     devices_per_node: tuple[int, ...] = (1,)
     device: str | None = None
     """ "cpu" for a pool of reward functions, without models; None: the run's device."""
+    groups: tuple[tuple[int, ...], ...] | None = None
+    """The ranks of each torch.distributed group, in its order; None: all are in one."""
 
     @property
     def world(self) -> int:
         """The number of processes."""
         return sum(self.devices_per_node)
+
+    @property
+    def cut(self) -> tuple[tuple[int, ...], ...]:
+        """`groups`, also where it is None."""
+        return (tuple(range(self.world)),) if self.groups is None else self.groups
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a rank's torch.distributed group."""
+        return next(group for group in self.cut if rank in group)
 
 
 @attrs.frozen(eq=False)
@@ -86,8 +97,8 @@ class Process(ABC):
     pool: ResourcePool
     rank: int
     expendable = False
-    """Whether its end is told to those alone who wait for its own replies: another process may take
-    its place."""
+    """Whether its end is told to those alone who wait for replies of its torch.distributed group:
+    other processes may take their places."""
 
     @abstractmethod
     def submit(self, message: Message, label: Label) -> Any:
@@ -146,7 +157,7 @@ class Runtime(ABC):
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
         """Start one process per device of the pool.
 
-        Each has a Host that has joined the pool's torch.distributed group.
+        Each has a Host that has joined its torch.distributed group (`pool.groups`).
         """
 
     @abstractmethod
@@ -161,11 +172,11 @@ class Runtime(ABC):
         """Return which of these processes have ended; this may take some seconds."""
         return []
 
-    def replace(self, process: Process) -> Process:
-        """Start a process in the place of an expendable one, which is ended if it has not.
+    def replace(self, processes: Sequence[Process]) -> list[Process]:
+        """Start processes in the places of expendable ones, which are ended if they have not.
 
-        It is alone in its torch.distributed group, and has no workers. Returns before it has
-        started; calls to it wait for that.
+        They are all those of a torch.distributed group; the new ones make one too, and have no
+        workers. Returns before they have started; calls to them wait for that.
         """
         raise NotImplementedError(f"{type(self).__name__} replaces no processes")
 
@@ -180,7 +191,7 @@ class Runtime(ABC):
         """Wait for a reply; return its (blob, handles, failed), as Host.call made it.
 
         Raises WorkerDied if its process has ended, or one that it may wait for: any that is not
-        expendable.
+        expendable, and those of its torch.distributed group that run the same call.
 
         A rank that failed leaves its peers waiting in a collective call, and their replies never
         come. Its failed reply is then returned instead of theirs.

@@ -37,11 +37,11 @@ class RankContext:
     role: str
     """Name of the role that this worker serves."""
     rank: int
-    """Number of this rank within its group, from 0."""
+    """Number of this rank within its torch.distributed group, from 0."""
 
     # Where it works
     layout: ParallelLayout
-    """Layout of the whole group."""
+    """Layout of that group: of all ranks of the role, or of one engine's, in a pool of engines."""
     device: torch.device
     seed: int = 0
     """Seed of the run; it is the same on every rank."""
@@ -51,6 +51,10 @@ class RankContext:
     """The runtime's object store."""
     shared: dict[str, Any] = attrs.field(factory=dict, repr=False)
     """Objects that the workers of this process share, by name."""
+    pool_rank: int = attrs.field(
+        default=attrs.Factory(lambda self: self.rank, takes_self=True), kw_only=True
+    )
+    """Number of this rank within its pool, and its role's worker group."""
     _groups: dict[str, dist.ProcessGroup | None] = attrs.field(factory=dict, repr=False)
     """The process groups made up to now, by axis."""
     _parts: list[Part] = attrs.field(factory=list, repr=False)
@@ -72,7 +76,7 @@ class RankContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the group."""
+        """The number of ranks of the torch.distributed group."""
         return self.layout.world
 
     @property
@@ -145,7 +149,7 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """The number of this rank within its group, from 0."""
+        """The number of this rank within its torch.distributed group, from 0."""
         return self.context.rank
 
     def close(self) -> None:

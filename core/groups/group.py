@@ -86,13 +86,15 @@ class Pool:
         """Start one process per device of `spec`, with these additional environment variables."""
         return cls(spec, list(runtime.launch(spec, device, environment or {})), runtime)
 
-    def replace(self, rank: int) -> None:
-        """Start a process in the place of an expendable one; groups must make their workers anew.
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Start processes in the places of expendable ones, which are a group of `spec.groups`.
 
-        Its calls are lost.
+        Their calls are lost, and worker groups must make their workers anew.
         """
-        self.processes[rank] = self.runtime.replace(self.processes[rank])
-        self.processes[rank].expendable = True
+        fresh = self.runtime.replace([self.processes[rank] for rank in ranks])
+        for rank, process in zip(ranks, fresh, strict=True):
+            self.processes[rank] = process
+            process.expendable = True
 
 
 class WorkerGroup:
@@ -159,9 +161,9 @@ class WorkerGroup:
         self._made = (worker, args, kwargs, self.layout, generation, seed)
         self._send(_host_method("__create__"), self._made, {}).result()
 
-    def renew(self, rank: int) -> Future:
-        """Make the worker of a rank anew, whose process has taken the place of another."""
-        create = attrs.evolve(_host_method("__create__"), protocol=_Only([rank]))
+    def renew(self, ranks: Sequence[int]) -> Future:
+        """Make the workers of ranks anew, whose processes have taken the places of others."""
+        create = attrs.evolve(_host_method("__create__"), protocol=_Only(ranks))
         renewed: Future = self._send(create, self._made, {})
         return renewed
 

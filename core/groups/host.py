@@ -26,6 +26,11 @@ from hybridflow.core.errors import DamagedError, DamagedPartError, HybridFlowErr
 from hybridflow.core.groups.rendezvous import FileRendezvous, ServerRendezvous, StoreServer
 from hybridflow.core.groups.wire import Decoder, Encoder
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.parallel import (
+    GenerationLayout,
+    ParallelLayout,
+    generation_layout,
+)
 
 
 @attrs.frozen(eq=False)
@@ -68,10 +73,12 @@ def read_call(blob: bytes) -> tuple[tuple[str, str, bool], bytes]:
 class Host:
     """The host of one process's workers. `call` never raises: a worker's failure is a reply."""
 
-    def __init__(self, pool: str, rank: int, world: int, store: Store):
+    def __init__(self, pool: str, rank: int, members: Sequence[int], store: Store):
+        """rank: in the pool. members: the ranks of its torch.distributed group, in their order."""
         self.pool = pool
         self.rank = rank
-        self.world = world
+        self.members = list(members)
+        self.world = len(self.members)
         self.store = store
         self.device = torch.device("cpu")
         self.workers: dict[str, Worker] = {}
@@ -92,10 +99,10 @@ class Host:
         device: str,
         timeout_s: float = 600.0,
     ) -> None:
-        """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs).
+        """Join the torch.distributed group of `members` (NCCL with gloo on GPUs, gloo on CPUs).
 
-        rendezvous: where the ranks meet; None: this one is alone in its group. timeout_s: how long
-        a collective call may take. Raises HybridFlowError if the process is in a process group
+        rendezvous: where they meet; None: there is one alone. timeout_s: how long a collective call
+        may take. Raises HybridFlowError if the process is in a process group
         already.
         """
         device_name = device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
@@ -118,16 +125,14 @@ class Host:
             )
 
         # torch keeps no reference to a store that is written in Python.
-        rank, world = self.rank, self.world
         if rendezvous is None:
-            rank, world = 0, 1
             self._store = dist.HashStore()
         else:
             self._store = rendezvous.store(self.world, timeout_s)
         dist.init_process_group(
             backend,
-            rank=rank,
-            world_size=world,
+            rank=self.members.index(self.rank),
+            world_size=self.world,
             timeout=timedelta(seconds=timeout_s),
             store=self._store,
         )
@@ -198,11 +203,35 @@ class Host:
         return getattr(self.workers[role], name)
 
     def create(
-        self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int
+        self,
+        role: str,
+        cls: type[Worker],
+        args: tuple,
+        kwargs: dict,
+        layout: ParallelLayout,
+        generation: GenerationLayout | None,
+        seed: int,
     ) -> None:
-        """Build the worker of a role on this rank; `args` and `kwargs` follow its context."""
+        """Build the worker of a role on this rank; `args` and `kwargs` follow its context.
+
+        layout, generation: those of all ranks of the worker group.
+        """
+        # A torch.distributed group of some ranks knows of no others.
+        if self.world < layout.world:
+            layout = ParallelLayout(dp=self.world)
+            if generation is not None:
+                sizes = (generation.pp, generation.tp)
+                generation = generation_layout(layout, *sizes, "consecutive")
         context = RankContext(
-            role, self.rank, layout, self.device, seed, generation, self.store, self.shared
+            role,
+            self.members.index(self.rank),
+            layout,
+            self.device,
+            seed,
+            generation,
+            self.store,
+            self.shared,
+            pool_rank=self.rank,
         )
         self.workers[role] = cls(context, *args, **kwargs)
 

@@ -245,6 +245,30 @@ class Job:
         trained = {self.models[name].pool for name in self.trained}
         return frozenset(self.pools) - trained
 
+    def residents(self, pool: str) -> frozenset[str]:
+        """Return what has workers in a pool: roles, "data", "tasks", and ROLE.rollout for engines.
+
+        Those of a role that are on its own ranks are the role's.
+        """
+        pools = {name: model.pool for name, model in self.models.items()}
+        for name, model in self.models.items():
+            if model.rollout_pool is not None:
+                pools[f"{name}.rollout"] = model.rollout_pool
+        for name, scorer in self.scorers.items():
+            pools[name] = scorer.pool or self.reward_pool
+        pools |= {"data": self.data_pool, "tasks": self.main_pool}
+        return frozenset(name for name, place in pools.items() if place == pool)
+
+    def launched(self, pool: str) -> ResourcePool:
+        """Return a pool as it is started: engines that are alone in it need not know each other."""
+        spec = self.pools[pool]
+        for name, model in self.models.items():
+            if self.residents(pool) == {f"{name}.rollout"} and model.generation is not None:
+                replicas = range(len(model.generation.replicas))
+                groups = tuple(tuple(model.generation.ranks(number)) for number in replicas)
+                spec = attrs.evolve(spec, groups=groups)
+        return spec
+
     @property
     def carried(self) -> frozenset[str]:
         """The trained roles whose responses may outlive a generation phase, or newer weights."""

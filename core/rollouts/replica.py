@@ -59,8 +59,6 @@ class Replica:
     def renew(self) -> Future:
         """Start processes in the place of those that have ended; return the engine's build."""
         self.unread = []
-        for rank in self.ranks:
-            self.group.pool.replace(rank)
-        made = [self.group.renew(rank) for rank in self.ranks]
-        made.append(self.group.call_on(self.ranks, "build"))
+        self.group.pool.replace(self.ranks)
+        made = [self.group.renew(self.ranks), self.group.call_on(self.ranks, "build")]
         return Future(lambda: [one.result() for one in made])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import attrs
 import numpy as np
 import torch
 
@@ -61,7 +62,7 @@ class SeparateRollout(WeightSync):
         Raises ReshardError when the two layouts do not match.
         """
         source = self.actor.weight_layout().result()
-        engine_layout = self.engines.weight_layout().result()
+        engine_layout = self._engine_layout()
         nodes = self.actor.node().result() + self.engines.node().result()
 
         # The engines' ranks come after the actor's. Planning here raises a problem once, not on
@@ -85,6 +86,17 @@ class SeparateRollout(WeightSync):
             self._rounds,
             transport,
         )
+
+    def _engine_layout(self) -> WeightLayout:
+        """Return which boxes the engines hold, by their ranks in the pool."""
+        cut = self.engines.pool.spec.cut
+        told = [self.engines.call_on(ranks[:1], "weight_layout") for ranks in cut]
+        layouts: list[WeightLayout] = [one.result() for one in told]
+        held = {}
+        for ranks, layout in zip(cut, layouts, strict=True):
+            for place, rank in enumerate(ranks):
+                held[rank] = layout.held[place]
+        return attrs.evolve(layouts[0], held=held)
 
     def open(self, batch: Batch, sampling: SamplingParams, seed: int, step: int) -> None:
         """Have the engines generate these rows beside others; step: the one that trains on them."""

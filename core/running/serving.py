@@ -137,9 +137,10 @@ class Serving:
         """Begin with nothing to do.
 
         rollouts: by role. data: where responses land. overlaps: whether engines can work while the
-        controller waits; otherwise they do where it waits for them alone. replaces: whether a
-        process can take the place of one that has ended; a replica of several is not replaced. say:
-        is told of replicas that are lost.
+        controller waits; otherwise they do where it waits for them alone. replaces: whether
+        processes can take the places of those that have ended; only engines are replaced that are
+        alone in their pool, each with a torch.distributed group of its own. say: is told of
+        replicas that are lost.
         """
         self.rollouts = rollouts
         self.data = data
@@ -157,7 +158,7 @@ class Serving:
         """The reference of a reply -> the landing that it tells of."""
         for served in self.replicas:
             for process in served.processes:
-                process.expendable = replaces and len(served.processes) == 1
+                process.expendable = replaces and process.pool.groups is not None
 
     @property
     def references(self) -> list[Any]:
@@ -229,9 +230,10 @@ class Serving:
         if served.losses > MOST_LOSSES:
             raise error
         ranks = ", ".join(str(rank) for rank in served.replica.ranks)
+        ranks = f"rank{'s' if len(served.replica.ranks) > 1 else ''} {ranks}"
         pool = served.replica.group.pool.spec.name
         self.say(
-            f"the engine of {served.role} on rank {ranks} of pool {pool!r} is gone: another one "
+            f"the engine of {served.role} on {ranks} of pool {pool!r} is gone: another one "
             "starts, and others generate what it had not completed"
         )
         served.building = served.rollout.lose(served.replica)

@@ -218,7 +218,8 @@ class Session:
 
         self.pools: dict[str, Pool] = {}
         self.rollouts: dict[str, SeparateRollout] = {}
-        for name, spec in job.pools.items():
+        for name in job.pools:
+            spec = job.launched(name)
             processes = f"{spec.world} process{'es' if spec.world > 1 else ''}"
             device = spec.device or job.device
             self.say(f"starting pool {name}: {processes} on {device}")

@@ -38,7 +38,7 @@ class PoolMember(Worker):
         """
         # Every rank makes the same plan from the same layouts.
         context = self.context
-        rank = first + context.rank
+        rank = first + context.pool_rank
         plan = plan_reshard(source, target, self.role.sync.bucket_bytes)
         self.side = PoolSide(plan, rank, context.device, nodes, context.store, self.role.transport)
         return len(self.side.exchange.rounds), type(self.side.mailbox).__name__

@@ -61,9 +61,9 @@ class RolloutWorker(OpensRows):
 
     # --- weights ---
 
-    @register(Protocol.RANK_ZERO)
+    @register(Protocol.ONE_TO_ALL)
     def weight_layout(self) -> WeightLayout:
-        """Return which boxes of the parameters each rank's engine holds."""
+        """Return which boxes the engine holds of each parameter, by the rank in its group."""
         return on_every_rank(self.engine.layout(), self.context)
 
     @register(Protocol.ONE_TO_ALL)

@@ -72,7 +72,7 @@ class HostedEngine(ContinuousEngine):
         self.inflight = engine_class.inflight
         # Several engines may log into one folder.
         folder = Path(logs or tempfile.gettempdir())
-        self.logs = folder / f"engine-{context.role}-{context.rank}.log"
+        self.logs = folder / f"engine-{context.role}-{context.pool_rank}.log"
         self.process: EngineProcess | None = None
         self._follower: Follower | None = None
         """A later rank's connection to the process."""
@@ -232,7 +232,7 @@ class HostedEngine(ContinuousEngine):
         Returns the address and key for the other ranks, and the engine's layout of the weights.
         """
         started = time.monotonic()
-        name = f"{self.engine_class.__name__} of {self.context.role}, rank {self.context.rank}"
+        name = f"{self.engine_class.__name__} of {self.context.role}, rank {self.context.pool_rank}"
         print(f"starting {name} in a process of its own; its log: {self.logs}", flush=True)
         # A process that died may have left children.
         if self.process is not None:

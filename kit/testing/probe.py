@@ -99,9 +99,9 @@ class Probe(Worker):
 
     @register(Protocol.ONE_TO_ALL)
     def sum_of_ranks(self) -> float:
-        """Return the sum of rank + 1 over the ranks, by an all-reduce where there is a group."""
+        """Return the sum of pool_rank + 1 over the ranks of a process group, if there is one."""
         # Without a group the rank's own number is the sum.
-        value = torch.tensor([float(self.rank + 1)])
+        value = torch.tensor([float(self.context.pool_rank + 1)])
         if dist.is_initialized():
             dist.all_reduce(value)
         return float(value)
@@ -114,22 +114,31 @@ class Probe(Worker):
         return self.sum_of_ranks()
 
     @register(Protocol.ONE_TO_ALL)
+    def end_while_others_wait(self) -> None:
+        """Kill rank 1's process, while the others wait much longer, as NCCL may."""
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    @register(Protocol.ONE_TO_ALL)
     def end_the_process(self) -> None:
         """Kill this process with SIGKILL, as happens where memory runs out."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def probe_groups(runtime: Runtime) -> Callable[..., WorkerGroup]:
-    """Return a function (name, ranks) -> a group of fresh Probes.
+    """Return a function (name, ranks, cut) -> a group of fresh Probes; cut: ResourcePool.groups.
 
     Pools of one name and size are started once per runtime.
     """
     pools: dict[tuple[str, int], Pool] = runtime.__dict__.setdefault("_conformance_pools", {})
 
-    def make(name: str = "first", ranks: int = 1) -> WorkerGroup:
+    def make(
+        name: str = "first", ranks: int = 1, cut: tuple[tuple[int, ...], ...] | None = None
+    ) -> WorkerGroup:
         # The pools are kept on the runtime, for the next test with it.
         if (name, ranks) not in pools:
-            spec = ResourcePool(f"conformance-{name}-{ranks}", (ranks,))
+            spec = ResourcePool(f"conformance-{name}-{ranks}", (ranks,), groups=cut)
             pools[name, ranks] = Pool.launch(spec, runtime, "cpu")
         return WorkerGroup(Probe, pools[name, ranks], name=name)
 

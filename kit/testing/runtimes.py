@@ -287,26 +287,31 @@ class RuntimeConformance:
             likely="submit waits for the call, or pools share a process",
         )
 
-    def test_a_process_takes_the_place_of_an_expendable_one_that_has_ended(self, groups, runtime):
-        """Its end is told to who waits for it alone; a fresh one works in its place."""
+    def test_processes_take_the_places_of_an_expendable_group_of_which_one_has_ended(
+        self, groups, runtime
+    ):
+        """Its end is told to who waits for its group alone; fresh ones work in their places."""
         if not self.replaces:
             pytest.skip("it replaces no processes")
 
-        group, other = groups("replaced", ranks=2), groups("first")
-        group.pool.processes[1].expendable = True
-        lost = group.call_on([1], "end_the_process")
-        rows = group.call_on([1], "double", Batch({"x": torch.arange(3.0)}))
+        group, other = groups("replaced", ranks=3, cut=((0,), (1, 2))), groups("first")
+        sums = [group.sum_of_ranks().result()]
+        for process in group.pool.processes[1:]:
+            process.expendable = True
+        lost = group.call_on([1, 2], "end_while_others_wait")
+        rows = group.call_on([2], "double", Batch({"x": torch.arange(3.0)}))
         needs_them = other.double(rows)
         undisturbed = other.note(3, 1.5).result()
         require_raises(
             lost.result,
             WorkerDied,
-            what="a call whose expendable process was killed",
-            likely="wait does not look at the process, and would wait for ever",
+            what="a call in which a process was killed, and its peer waits for it",
+            likely="wait does not look at the other process, and would wait for ever",
         )
         ended = [process.rank for process in runtime.ended(group.pool.processes)]
-        group.pool.replace(1)
-        group.renew(1).result()
+        group.pool.replace([1, 2])
+        group.renew([1, 2]).result()
+        sums.append(group.sum_of_ranks().result())
         found = group.note(4).result()
         require_raises(
             lambda: needs_them["x"],
@@ -316,12 +321,18 @@ class RuntimeConformance:
         )
         later = other.note(5, 1.5).result()
         require(
-            (undisturbed, ended, found, later) == ([30], [1], [40, 41], [50]),
+            (undisturbed, ended, found, later) == ([30], [2], [40, 40, 41], [50]),
             got=f"another pool's call gave {undisturbed}, and {later} later; ended are ranks "
-            f"{ended}; with the fresh process a call of both ranks gives {found}",
-            expected="[30], [50], [1] and [40, 41]",
+            f"{ended}; with the fresh processes a call of all ranks gives {found}",
+            expected="[30], [50], [2] and [40, 40, 41], by ranks of two groups",
             likely="ended or replace is about another process, or wait raises for one that is "
             "expendable, whose end others may find in what they read",
+        )
+        require(
+            sums == [[1.0, 5.0, 5.0]] * 2,
+            got=f"sums of the ranks' numbers over their groups before and after are {sums}",
+            expected="[1.0, 5.0, 5.0] both times",
+            likely="launch or replace joins another torch.distributed group than pool.groups says",
         )
 
     # These two come last: a runtime may refuse everything once a pool is stuck or a process is

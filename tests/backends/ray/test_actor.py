@@ -34,7 +34,7 @@ def test_ranks_on_several_machines_meet_at_the_address_that_ray_has_for_the_firs
 ):
     # A stock Debian has 127.0.1.1 for its own name, which no other machine reaches.
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
-    actor = HostActor.__ray_actor_class__("main", 0, 2, {}, [])
+    actor = HostActor.__ray_actor_class__("main", 0, [0, 1], {}, [])
     try:
         meeting = actor.serve(b"key")
         assert meeting.host in [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
@@ -43,7 +43,7 @@ def test_ranks_on_several_machines_meet_at_the_address_that_ray_has_for_the_firs
 
 
 def test_calls_that_go_well_answer_with_bytes_and_others_say_what_failed(ray_cluster):
-    actor = HostActor.options(num_cpus=0).remote("main", 3, 4, {}, [])
+    actor = HostActor.options(num_cpus=0).remote("main", 3, range(4), {}, [])
     assert ray.get(actor.ping.remote()) is None
     encoder = Encoder(RayStore())
     closes = write_call("nobody", "__delete__", True, encoder.dumps(((), {})))

@@ -17,7 +17,7 @@ from hybridflow.core.groups.host import Host, Reply, read_call, read_reply, writ
 from hybridflow.core.groups.rendezvous import FileRendezvous
 from hybridflow.core.groups.wire import Encoder
 from hybridflow.core.values.batch import Batch, PromisedTable, View
-from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
 LAYOUT = ParallelLayout(dp=3)
 
@@ -52,7 +52,7 @@ class Ranks:
 
     def __init__(self, rank=1, world=3):
         self.store = CountingStore()
-        self.host = Host("main", rank, world, self.store)
+        self.host = Host("main", rank, range(world), self.store)
 
     def create(self, role="counter", *args, cls=Counter, **kwargs) -> Reply:
         return self.call("__create__", cls, args, kwargs, LAYOUT, None, 7, role=role)
@@ -184,14 +184,14 @@ def test_closing_a_role_and_leaving_close_the_workers(ranks, monkeypatch):
 
 def test_a_group_is_joined_once_and_ended_by_who_made_it():
     assert not dist.is_initialized()
-    first, second = Host("main", 0, 1, CountingStore()), Host("other", 0, 1, CountingStore())
+    first, second = Host("main", 0, [0], CountingStore()), Host("other", 0, [0], CountingStore())
     first.join(None, "cpu", 7.0)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(seconds=7)
     second.join(None, "cpu")  # a pool of one rank shares the process, and its group
     assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
     with pytest.raises(HybridFlowError, match=r"is initialised already, with 1 ranks"):
-        Host("wide", 0, 2, CountingStore()).join(FileRendezvous("/no/such/folder"), "cpu")
+        Host("wide", 0, [0, 1], CountingStore()).join(FileRendezvous("/no/such/folder"), "cpu")
     second.leave()
     assert dist.is_initialized()
     first.leave()
@@ -199,14 +199,26 @@ def test_a_group_is_joined_once_and_ended_by_who_made_it():
 
 
 def test_one_that_meets_nobody_is_alone_in_its_group():
-    late = Host("main", 3, 4, CountingStore())
+    late = Host("main", 3, [3], CountingStore())
     late.join(None, "cpu")
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     late.leave()
 
 
+def test_a_worker_knows_the_ranks_of_its_process_group_alone():
+    pool = ParallelLayout(dp=6)
+    replicas = generation_layout(pool, tp=2, grouping="consecutive")
+    ranks = Ranks()
+    ranks.host = Host("engines", 5, replicas.ranks(2), ranks.store)
+    assert ranks.call("__create__", Counter, (0,), {}, pool, replicas, 7).error is None
+    context = ranks.host.workers["counter"].context
+    assert (context.rank, context.pool_rank, context.world_size) == (1, 5, 2)
+    assert context.generation.replicas == (((0, 1),),)
+    assert (replicas.ranks(2), replicas.replica_of[5]) == ([4, 5], 2)
+
+
 def test_ranks_are_let_in_at_a_host_until_it_leaves():
-    host = Host("main", 0, 2, CountingStore())
+    host = Host("main", 0, [0, 1], CountingStore())
     meeting = host.serve("127.0.0.1", b"k" * 32)
     meeting.store(2, 5.0).set("here", "1")
     assert meeting.store(2, 5.0).get("here") == b"1"
@@ -232,7 +244,7 @@ def test_on_a_gpu_attention_is_not_cudnns(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.update(device=device))
     monkeypatch.setattr(dist, "init_process_group", join)
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    host = Host("main", 0, 2, CountingStore())
+    host = Host("main", 0, [0, 1], CountingStore())
     try:
         host.join(FileRendezvous(str(tmp_path / "a")), "cpu")
         assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -49,6 +49,26 @@ def test_data_and_rewards_live_where_the_actor_is():
     assert attrs.evolve(made, models={}).main_pool == "main"  # the first there is
 
 
+APART = (
+    "pools={main=[1], engines=[4]}",
+    "actor.generation={pool='engines', tp=2}",
+    "runtime.name=ray",
+)
+
+
+def test_engines_that_are_alone_in_their_pool_have_a_process_group_each():
+    made = job(*APART)
+    assert made.residents("engines") == {"actor.rollout"}
+    assert made.residents("main") == {"actor", "reward", "data", "tasks"}
+    assert made.launched("engines").groups == ((0, 1), (2, 3))
+    assert made.launched("main").groups is None
+    beside = job(*APART, "reward.pool=engines")
+    assert beside.residents("engines") == {"actor.rollout", "reward"}
+    assert beside.launched("engines").groups is None and beside.launched("engines").cut == (
+        (0, 1, 2, 3),
+    )
+
+
 def test_the_rewards_are_those_of_reward_or_of_the_first_that_scores():
     made = job("reward={parts=[{name='a', function='math'}]}", text=WITHOUT_REWARD)
     other = Rewards(Role("cost", "reward"), (RewardPart("b", "exact_match"),))

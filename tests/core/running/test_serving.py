@@ -117,11 +117,14 @@ class MortalRuntime(InlineRuntime):
     def ended(self, processes):
         return [process for process in processes if process.dead]
 
-    def replace(self, process):
-        self.replaced += 1
-        fresh = Mortal(process.pool, process.rank)
-        self.processes[self.processes.index(process)] = fresh
-        return fresh
+    def replace(self, processes):
+        self.replaced += len(processes)
+        every = []
+        for process in processes:
+            fresh = Mortal(process.pool, process.rank)
+            self.processes[self.processes.index(process)] = fresh
+            every.append(fresh)
+        return every
 
 
 class Rollout(SeparateRollout):
@@ -168,18 +171,19 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def make(monkeypatch):
-    """make(overlaps, tp): engines on four ranks, a data worker, a trainer; the ranks are threads."""
+    """make(overlaps, tp, cut): engines on four ranks, a data worker, a trainer; the ranks are threads."""
     monkeypatch.setattr(module, "MOMENT_S", 0.02)
     runtime = MortalRuntime(None)
     runtime.start()
     outbox = Outbox({"engines", "data"})
 
-    def make(overlaps: bool = True, tp: int = 2) -> Made:
+    def make(overlaps: bool = True, tp: int = 2, cut: bool = True) -> Made:
         shape = generation_layout(ParallelLayout(dp=4), tp=tp, grouping="consecutive")
+        replicas = tuple(tuple(shape.ranks(number)) for number in range(4 // tp)) if cut else None
         engines, data, trainer = (
             WorkerGroup(
-                worker, Pool.launch(ResourcePool(name, (size,)), runtime), name=name, outbox=outbox,
-                generation=shape if size == 4 else None,
+                worker, Pool.launch(ResourcePool(name, (size,), groups=replicas if size == 4 else None), runtime),
+                name=name, outbox=outbox, generation=shape if size == 4 else None,
             )
             for worker, name, size in ((Engine, "engines", 4), (Data, "data", 2), (Trainer, "trainer", 2))
         )  # fmt: skip
@@ -379,8 +383,28 @@ def test_an_engine_that_is_lost_again_and_again_ends_the_run(make):
     assert made.data.runtime.replaced == module.MOST_LOSSES
 
 
-def test_a_replica_of_several_ranks_is_not_replaced(make):
+def test_all_ranks_of_a_replica_are_replaced_with_one(make):
     made = make()
+    before = list(made.engines.pool.processes)
+    made.open(1, *[30] * 4)
+    made.serving.wake()
+    kill(made, 3)
+    made.serving.complete(1)
+    [said] = made.said
+    assert said.startswith("the engine of actor on ranks 2, 3 of pool 'engines' is gone")
+    after = made.engines.pool.processes
+    assert [new is old for new, old in zip(after, before, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert sorted(landed_of(made)) == [0, 1, 2, 3]
+
+
+def test_engines_with_one_process_group_are_not_replaced(make):
+    """Something else is in their pool, and would be gone with them."""
+    made = make(cut=False)
     made.open(1, *[500] * 4)
     made.serving.wake()
     kill(made, 3)

@@ -57,7 +57,7 @@ class SharingStore(inline.InlineStore):
 class SharedMemory(InlineProcess):
     def __init__(self, pool, rank):
         super().__init__(pool, rank)
-        self.host = Host(pool.name, rank, pool.world, SharingStore())
+        self.host = Host(pool.name, rank, pool.members(rank), SharingStore())
 
 
 class SharedMemoryRuntime(BrokenRuntime):
@@ -140,7 +140,7 @@ NEED_PROCESSES = {
     "test_pools_run_side_by_side",
     "test_a_failure_is_told_while_other_ranks_wait_for_the_failed_one",
     "test_a_process_that_dies_is_an_error_with_its_place",
-    "test_a_process_takes_the_place_of_an_expendable_one_that_has_ended",
+    "test_processes_take_the_places_of_an_expendable_group_of_which_one_has_ended",
 }
 """Tested on Ray in tests/conformance; an in-process runtime cannot break them."""
 
