@@ -1,8 +1,8 @@
 """Engines in a pool of their own that take newer weights while they generate (run.in_flight = "recompute"), beside steps that
 are generated and trained one after the other.
 
-python bench/in_flight.py                    all parts; about fourteen minutes
-python bench/in_flight.py --schedules 300    so many random schedules, in place of 12
+python bench/in_flight.py                                  all parts; about fourteen minutes
+python bench/in_flight.py --only schedules --schedules 300    so many random schedules, in place of 12
 
 On two cores real work of engine and trainer does not fit side by side, so that engine and loss sleep in its place: it shows the
 order of the calls, under the real controller, on Ray. The engine makes a token per step for as many sequences as it has places
@@ -12,9 +12,9 @@ steps        seconds of a step, places for one step's sequences (the bars), and 
              trained length; beside it, without a bar, a page that reads its scores before it goes on, as dynamic sampling
              (DAPO) does
 limit        places for a quarter of a step's sequences, so that engines are the limit: the share of time in which they work
-schedules    drawn bounds, sizes, replicas, lengths and naps, with the embedded engine: no token lags by more than the bound,
-             every drawn row is trained once, and the tokens, by weights that do not move, are those of a run without a bound;
-             some token lags by each bound
+schedules    drawn bounds, sizes, replicas and their ranks, lengths and naps, with the embedded engine: no token lags by more
+             than the bound, every drawn row is trained once, and the tokens, by weights that do not move, are those of a run
+             without a bound; some token lags by each bound
 
 One JSON line per figure; exits 1 where a bar is missed.
 """
@@ -225,7 +225,11 @@ def schedules(count: int) -> bool:
             "actor": {"optimizer": {"lr": 1e-30}},
             "reward": {"function": "ahead:score"},
         }
-        pools = {"pools": {"main": [1], "engines": [draws.choice([1, 2])]}}
+        replicas, tp = draws.choice([(1, 1), (2, 1), (2, 1), (1, 2)])
+        pools = {
+            "pools": {"main": [1], "engines": [replicas * tp]},
+            "actor": {"generation": {"pool": "engines", "tp": tp}},
+        }
         run = apart(staleness, algorithm, **overlay(tables, pools))
         lags, tokens, groups = taken(run, 8)
         ahead.napping = False
@@ -238,7 +242,7 @@ def schedules(count: int) -> bool:
         same += tokens == plain
         reached |= {staleness} if max(lags) == staleness else set()
         if max(lags) > staleness or groups != each or tokens != plain:
-            print(f"schedule {number}: {staleness} {algorithm} {tables}", file=sys.stderr)
+            print(f"schedule {number}: {staleness} {algorithm} {tables} {pools}", file=sys.stderr)
     met = emit("schedules within their bound", bound, f"of {count}", bar=count)
     met &= emit("schedules that train each drawn row once", once, f"of {count}", bar=count)
     met &= emit("schedules with the tokens of max_staleness 0", same, f"of {count}", bar=count)
@@ -248,12 +252,16 @@ def schedules(count: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=12)
+    parser.add_argument("--only", choices=("steps", "limit", "schedules"))
     asked = parser.parse_args()
     register_engine("sleeping", "in_flight:SleepingEngine")
-    met = steps()
-    met &= limit()
-    met &= schedules(asked.schedules)
-    return 0 if met else 1
+    parts = {
+        "steps": steps,
+        "limit": limit,
+        "schedules": lambda: schedules(asked.schedules),
+    }
+    met = [part() for name, part in parts.items() if asked.only in (None, name)]
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ import attrs
 
 THREAD = "environment"
 """Name of the threads."""
+SILENT_S = 40.0
+"""How long nothing may be answered that is waited for before that is told, in seconds; then three
+times as long."""
 
 
 @attrs.frozen
@@ -41,14 +44,17 @@ class EnvironmentCalls:
         at_once: int,
         timeout_s: float | None = None,
         arrived: Callable[[], None] | None = None,
+        silent: Callable[[list[int], float], None] = lambda keys, seconds: None,
     ):
         """at_once: limit of the calls that run; timeout_s: of each, None for no limit.
 
-        `arrived` is called, in another thread, when a call has been answered or is too late.
+        `arrived` is called, in another thread, when a call has been answered or is too late;
+        `silent` where none has been for long, with the keys of those that run and the seconds.
         """
         self.at_once = at_once
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self.arrived = arrived
+        self.silent = silent
         self._waiting: deque[tuple[int, Callable[[], Any], float]] = deque()
         """Key, call, and when it must have been answered by time.monotonic."""
         self._running: dict[int, tuple[threading.Thread, float]] = {}
@@ -82,10 +88,15 @@ class EnvironmentCalls:
         With `wait` at least one, where any is under way.
         """
         answers = self._received(0.0) + self._overdue()
+        began, patience = time.monotonic(), SILENT_S
         while wait and not answers and self.busy:
-            # Until one arrives, or the next deadline passes.
-            deadline = min(deadline for _, deadline in self._running.values())
-            answers = self._received(max(deadline - time.monotonic(), 0.0)) + self._overdue()
+            # Until one arrives, the next deadline passes, or that nothing comes is to be told.
+            until = min(deadline for _, deadline in self._running.values())
+            until = min(until, began + patience)
+            answers = self._received(max(until - time.monotonic(), 0.0)) + self._overdue()
+            if not answers and time.monotonic() >= began + patience:
+                self.silent(sorted(self._running), patience)
+                patience *= 3
         self._begin()
         return answers
 

@@ -32,6 +32,23 @@ def stands_still(sample):
         os.kill(os.getpid(), signal.SIGSTOP)
     return digits(sample)
 """
+STUCK = """
+import pathlib, time
+
+from hybridflow.core import Answer, Environment
+
+
+class Stuck(Environment):
+    played = 0
+
+    def step(self, turn):
+        Stuck.played += 1
+        if Stuck.played == 5:
+            pathlib.Path("stuck").touch()
+            while not pathlib.Path("free").exists():
+                time.sleep(0.1)
+        return Answer("1", done=True)
+"""
 WITHIN_S = 60
 
 
@@ -41,6 +58,33 @@ def said_of(run: subprocess.Popen, file, pattern: str, since: float) -> re.Match
         assert run.poll() is None and time.monotonic() - since < WITHIN_S, file.read_text()
         time.sleep(0.2)
     return found
+
+
+@matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("runtime", ["inline", "ray"])
+def test_an_environment_that_does_not_answer_is_named_with_its_limit(runtime, tmp_path):
+    write(tmp_path)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    settings = [f"runtime={{name='{runtime}'}}", "environment.name=stuck:Stuck"]
+    file = tmp_path / "out.txt"
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", *settings]
+    with file.open("w") as out:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out)
+        try:
+            deadline = time.monotonic() + 120
+            while not (tmp_path / "stuck").exists():
+                assert run.poll() is None and time.monotonic() < deadline, file.read_text()
+                time.sleep(0.1)
+            pattern = r"environment 'stuck:Stuck': nothing .* for 40 s, in 1 episode\(s\) .*environment.timeout_s"
+            said_of(run, file, pattern, time.monotonic())
+            (tmp_path / "free").touch()
+            assert run.wait(timeout=120) == 0, file.read_text()
+        finally:
+            run.kill()
+            run.wait()
+    assert metrics(tmp_path / "runs/tiny")[-1]["step"] == 6
 
 
 @matrix

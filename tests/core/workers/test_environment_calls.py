@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hybridflow.core.workers import environment_calls
 from hybridflow.core.workers.environment_calls import EnvironmentCalls
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -53,6 +54,18 @@ def test_each_call_is_answered_by_what_it_returned_or_raised(make):
     assert found[0].value == "said" and found[0].error is None
     assert isinstance(found[1].error, OSError)
     assert calls.take(wait=True) == []  # nothing is under way
+
+
+def test_it_is_told_where_nothing_is_answered_for_long(make, monkeypatch):
+    monkeypatch.setattr(environment_calls, "SILENT_S", 0.1)
+    told, answer = [], threading.Event()
+    calls = make(3, silent=lambda keys, seconds: told.append((keys, round(seconds, 3))))
+    for key in (5, 2):
+        calls.submit(key, answer.wait)
+    threading.Timer(0.6, answer.set).start()
+    assert calls.take() == [] and told == []  # nobody waits
+    assert {key for key, _ in calls.take(wait=True)} <= {2, 5}
+    assert told == [([2, 5], 0.1), ([2, 5], 0.3)]
 
 
 def test_calls_run_side_by_side(make):
