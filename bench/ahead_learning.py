@@ -60,6 +60,15 @@ class Uncorrected(GRPO):
         return True
 
 
+class Learned(NamedTuple):
+    """What a run has learned."""
+
+    scores: list[float]
+    """The share of held-out sums that are right after each of GRPO's steps, until the goal."""
+    lag: float
+    """The most steps by which a token lagged."""
+
+
 class Setting(NamedTuple):
     """A run beside its seed."""
 
@@ -110,8 +119,7 @@ def warm_up(folder: str, seed: int) -> None:
     hybridflow(folder, f"seed-{seed}", seed, "--stage", "warm-up")
 
 
-def scores(folder: str, seed: int, setting: Setting) -> list[float]:
-    """The share of held-out sums that are right after each of GRPO's steps, until the goal."""
+def learned(folder: str, seed: int, setting: Setting) -> Learned:
     name = f"seed-{seed}-{setting.name.replace(' ', '-').replace(',', '')}"
     shutil.copytree(Path(folder) / f"seed-{seed}", Path(folder) / name)
     algorithm = "grpo" if setting.corrected else "ahead_learning:Uncorrected"
@@ -136,7 +144,8 @@ def scores(folder: str, seed: int, setting: Setting) -> list[float]:
     found = [row["validation/score"] for row in rows if "validation/score" in row and row["step"]]
     told = f"{name}: {steps_to(setting.goal, found, len(found))} steps, {found[-1]:.3f} at the end"
     print(told, file=sys.stderr, flush=True)
-    return found
+    lag = max(row.get("actor/staleness_max", 0.0) for row in rows)
+    return Learned(found, lag)
 
 
 def steps_to(goal: float, found: list[float], most: int) -> int:
@@ -155,13 +164,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(lambda seed: warm_up(folder, seed), seeds))
         found = dict(
-            zip(runs, pool.map(lambda run: scores(folder, run[1], run[0]), runs), strict=True)
+            zip(runs, pool.map(lambda run: learned(folder, run[1], run[0]), runs), strict=True)
         )
 
     met = True
     medians: dict[int, float] = {}
     for setting in SETTINGS:
-        each = [found[setting, seed] for seed in seeds]
+        each = [found[setting, seed].scores for seed in seeds]
+        lags = [found[setting, seed].lag for seed in seeds]
+        met &= emit(
+            f"lag with {setting.name}, of the run with the least",
+            min(lags),
+            "steps",
+            bar=setting.staleness,
+        )
         reached = sum(max(one) >= GOAL for one in each)
         met &= emit(
             f"{GOAL:.0%} with {setting.name}", reached, f"of {asked.seeds}", bar=asked.seeds
@@ -184,7 +200,7 @@ def main() -> int:
     # A control that does not get worse shows that this task cannot tell, and is no failure.
     steps_of, last_of = [], []
     for setting in CONTROL:
-        each = [found[setting, seed] for seed in seeds]
+        each = [found[setting, seed].scores for seed in seeds]
         steps = [steps_to(GOAL, one, WORST_STEPS) for one in each]
         last = [statistics.fmean(one[-10:]) for one in each]
         steps_of.append(statistics.median(steps))
