@@ -120,6 +120,7 @@ def warm_up(folder: str, seed: int) -> None:
 
 
 def learned(folder: str, seed: int, setting: Setting) -> Learned:
+    """Go on from a seed's warm-up with GRPO, and say so."""
     name = f"seed-{seed}-{setting.name.replace(' ', '-').replace(',', '')}"
     shutil.copytree(Path(folder) / f"seed-{seed}", Path(folder) / name)
     algorithm = "grpo" if setting.corrected else "ahead_learning:Uncorrected"

@@ -1,7 +1,7 @@
 """Engines in a pool of their own that take newer weights while they generate (run.in_flight = "recompute"), beside steps that
 are generated and trained one after the other.
 
-python bench/in_flight.py                                  all parts; about fourteen minutes
+python bench/in_flight.py                                     all parts; about fourteen minutes
 python bench/in_flight.py --only schedules --schedules 300    so many random schedules, in place of 12
 
 On two cores real work of engine and trainer does not fit side by side, so that engine and loss sleep in its place: it shows the

@@ -2,7 +2,7 @@
 
 python bench/lost_engines.py               three kills; about a minute and a half
 python bench/lost_engines.py --kills 20
-python bench/lost_engines.py --tp 2        of one rank of an engine on two
+python bench/lost_engines.py --tp 2        engines on two ranks each, of which one is killed
 
 On Ray, with two engines, the embedded engine, and responses with lengths of their own, on steps that sleep: at
 random moments one engine's process is killed. By weights that do not move, so that the tokens are known.

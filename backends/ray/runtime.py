@@ -352,7 +352,7 @@ class RayRuntime(Runtime):
 
         self.processes += processes
         timeout = self.config.start_timeout_s
-        groups = [[processes[rank] for rank in members] for members in pool.cut]
+        groups = [[processes[rank] for rank in members] for members in pool.process_groups]
         try:
             # A join waits for all others: every process must get its call before any is awaited.
             joins = [join for group in groups for join in self._join(group)]

@@ -37,13 +37,13 @@ class ResourcePool:
         return sum(self.devices_per_node)
 
     @property
-    def cut(self) -> tuple[tuple[int, ...], ...]:
+    def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """`groups`, also where it is None."""
         return (tuple(range(self.world)),) if self.groups is None else self.groups
 
     def members(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of a rank's torch.distributed group."""
-        return next(group for group in self.cut if rank in group)
+        return next(group for group in self.process_groups if rank in group)
 
 
 @attrs.frozen(eq=False)

@@ -89,11 +89,11 @@ class SeparateRollout(WeightSync):
 
     def _engine_layout(self) -> WeightLayout:
         """Return which boxes the engines hold, by their ranks in the pool."""
-        cut = self.engines.pool.spec.cut
-        told = [self.engines.call_on(ranks[:1], "weight_layout") for ranks in cut]
+        groups = self.engines.pool.spec.process_groups
+        told = [self.engines.call_on(ranks[:1], "weight_layout") for ranks in groups]
         layouts: list[WeightLayout] = [one.result() for one in told]
         held = {}
-        for ranks, layout in zip(cut, layouts, strict=True):
+        for ranks, layout in zip(groups, layouts, strict=True):
             for place, rank in enumerate(ranks):
                 held[rank] = layout.held[place]
         return attrs.evolve(layouts[0], held=held)

@@ -154,16 +154,19 @@ def test_an_answer_past_its_time_limit_is_a_failure_that_names_the_limit(speaker
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_an_environment_that_says_nothing_is_named_with_its_rows(
-    speaker, free, caplog, monkeypatch
-):
+def test_an_environment_that_says_nothing_is_named_with_its_rows(speaker, free, monkeypatch):
+    told = []
+
+    def warning(text, *values):
+        told.append(text % values)
+        Hangs.go_on.set()
+
     monkeypatch.setattr(environment_calls, "SILENT_S", 0.2)
+    monkeypatch.setattr(episode_runner.log, "warning", warning)
     Hangs.go_on.clear()
-    spec = Episodes(EnvironmentSection(f"{__name__}:Hangs", options={}), DIGITS)
-    with caplog.at_level("WARNING"):
-        threading.Timer(0.5, Hangs.go_on.set).start()
-        assert play(speaker, spec, free=free).rows == 6
-    [said] = [record.getMessage() for record in caplog.records]
+    spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
+    assert play(speaker, spec, free=free).rows == 6
+    [said] = told
     assert said.startswith(
         f"environment '{__name__}:Hangs': nothing has been answered for 0.2 s, in 6 episode(s)"
     )
