@@ -2,7 +2,8 @@
 are generated and trained one after the other.
 
 python bench/in_flight.py                                     all parts; about fourteen minutes
-python bench/in_flight.py --only schedules --schedules 300    so many random schedules, in place of 12
+python bench/in_flight.py --only schedules --schedules 300    so many random schedules, in place of 12; --first 150 begins at
+                                                              that one, so that two can run side by side
 
 On two cores real work of engine and trainer does not fit side by side, so that engine and loss sleep in its place: it shows the
 order of the calls, under the real controller, on Ray. The engine makes a token per step for as many sequences as it has places
@@ -22,10 +23,12 @@ One JSON line per figure; exits 1 where a bar is missed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +42,8 @@ from ahead import LONGEST, RAY
 from carried import SAME_LENGTH, SimulatedEngine
 from common import emit, register_engine
 
+from hybridflow.backends.ray.config import RayConfig
+from hybridflow.backends.ray.runtime import RayRuntime
 from hybridflow.kit.testing.runs import MODEL, TinyRun
 from hybridflow.planner.overlap import Engines, simulate
 from hybridflow.settle.stages import overlay
@@ -209,10 +214,27 @@ def taken(run: TinyRun, count: int) -> tuple[list[float], list[list[int]], list[
     return [values.get("actor/staleness_max", 0.0) for values in metrics], tokens, groups
 
 
-def schedules(count: int) -> bool:
+@contextlib.contextmanager
+def one_ray() -> Iterator[None]:
+    """A local Ray that runs find connected, and leave up: a start takes as long as a short run."""
+    options = {name: value for name, value in RAY["runtime"].items() if name != "name"}
+    owner = RayRuntime(RayConfig(**options))
+    owner.start()
+    try:
+        yield
+    finally:
+        owner.shutdown()
+
+
+def schedules(count: int, first: int) -> bool:
+    with one_ray():
+        return drawn(count, first)
+
+
+def drawn(count: int, first: int) -> bool:
     bound = once = same = 0
     reached = set()
-    for number in range(count):
+    for number in range(first, first + count):
         draws = random.Random(number)
         staleness = 1 + number % 4
         size = draws.choice([2, 4])
@@ -243,6 +265,8 @@ def schedules(count: int) -> bool:
         reached |= {staleness} if max(lags) == staleness else set()
         if max(lags) > staleness or groups != each or tokens != plain:
             print(f"schedule {number}: {staleness} {algorithm} {tables} {pools}", file=sys.stderr)
+        if number % 10 == 9:
+            print(f"up to schedule {number}: {same} have the tokens", file=sys.stderr, flush=True)
     met = emit("schedules within their bound", bound, f"of {count}", bar=count)
     met &= emit("schedules that train each drawn row once", once, f"of {count}", bar=count)
     met &= emit("schedules with the tokens of max_staleness 0", same, f"of {count}", bar=count)
@@ -252,13 +276,14 @@ def schedules(count: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=12)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", choices=("steps", "limit", "schedules"))
     asked = parser.parse_args()
     register_engine("sleeping", "in_flight:SleepingEngine")
     parts = {
         "steps": steps,
         "limit": limit,
-        "schedules": lambda: schedules(asked.schedules),
+        "schedules": lambda: schedules(asked.schedules, asked.first),
     }
     met = [part() for name, part in parts.items() if asked.only in (None, name)]
     return 0 if all(met) else 1
