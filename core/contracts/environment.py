@@ -3,6 +3,9 @@
 reset(Start) -> Answer          its text comes before the first turn
 step(Turn)   -> Answer          again and again, until an answer is `done`
 close()
+
+Texts are tokenised by the runner. An environment may answer in tokens itself, from the prompt on:
+for agents that ask the model by themselves (backends/agents/).
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any
 
 import attrs
 import numpy as np
+
+from hybridflow.core.contracts.tokenizer import Tokenizer
 
 
 @attrs.frozen
@@ -25,6 +30,8 @@ class Start:
     """The fields of the data's row; `answer` is the expected answer."""
     seed: int
     """Seed of this sequence, for environments that draw random numbers."""
+    tokenizer: Tokenizer | None = attrs.field(default=None, eq=False)
+    """The policy's tokenizer, for environments that answer in tokens; a run always gives it."""
 
 
 @attrs.frozen(eq=False)
@@ -40,6 +47,11 @@ class Turn:
     ended: bool
     """Whether it ended with the end of text (or one of sampling.stop_tokens), not with one of the
     environment's stops."""
+    cut: bool = False
+    """Whether it has as many tokens as Answer.max_tokens allowed, and did not end."""
+    logprobs: np.ndarray | None = None
+    """Log-probabilities of its tokens, float32 [T], as Completion has them; a run always gives
+    them."""
 
 
 @attrs.frozen
@@ -59,6 +71,12 @@ class Answer:
     """Name of the state in which the next turn is taken: equal names are equal states (column
     `turn_states`)."""
 
+    # In front of agents that ask by themselves
+    ids: tuple[int, ...] = ()
+    """Tokens for the model, in the place of a text."""
+    max_tokens: int | None = None
+    """Limit of the turn that follows, in tokens, below the row's own; None sets none."""
+
 
 class Environment(ABC):
     """The plugin contract. `__init__` takes the configured options as keyword arguments.
@@ -69,6 +87,14 @@ class Environment(ABC):
 
     stops: tuple[str, ...] = ()
     """Texts, of one token each, that end a turn beside the end of text."""
+    own_prompt: bool = False
+    """Whether the answer of `reset`, then not empty, takes the place of the row's prompt."""
+
+    def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027
+        """Raise ConfigError where the environment cannot work with the policy's tokenizer.
+
+        Called before a run starts anything.
+        """
 
     def reset(self, start: Start) -> Answer:
         """Begin an episode; the answer's text stands before the first turn.
@@ -83,7 +109,7 @@ class Environment(ABC):
     def step(self, turn: Turn) -> Answer:
         """Return the answer to a turn of the model.
 
-        Unless it is `done`, its text must not be empty, nor end with one of the stops.
+        Unless it is `done`, it must not be empty, nor end with one of the stops.
         """
 
     def close(self) -> None:  # noqa: B027

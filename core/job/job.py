@@ -223,6 +223,12 @@ class Job:
         return [name for name, model in self.models.items() if model.spec.optimizer is not None]
 
     @property
+    def longest_prompt(self) -> int:
+        """The most tokens that a prompt may have, training or held-out; 0 without a limit."""
+        limits = [one.max_prompt_tokens for one in (self.data, self.validation_data) if one]
+        return max(limits) if all(limits) else 0
+
+    @property
     def replayed(self) -> Path | None:
         """The folder of the run whose responses it gets in the place of engines, with run.replay.
 

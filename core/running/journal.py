@@ -23,6 +23,7 @@ from hybridflow.core.groups.group import WorkerGroup
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.files import JOURNAL
 from hybridflow.core.values.sealed import flush_file, read_sealed, write_sealed
+from hybridflow.core.workers.tasks import drawn
 
 PREFIX, SUFFIX = "step-", ".json"
 
@@ -69,7 +70,7 @@ class Journal:
         """
         writes = []
         for number, call in enumerate(calls):
-            rows = call.prompts.select(["prompt_ids"]).join(*call.added)
+            rows = drawn(call.prompts).join(*call.added)
             writes.append(data.journal(rows, self.rows(step, number)))
         fields = []
         for number, (call, written) in enumerate(zip(calls, writes, strict=True)):

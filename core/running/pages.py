@@ -60,6 +60,7 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.gradients import OLDEST, WEIGHT
 from hybridflow.core.workers.model_worker import OPTIMIZER_STEPS
+from hybridflow.core.workers.tasks import drawn
 
 TOLD_S = 0.1
 """Waits that are shorter, in seconds, are not told of."""
@@ -332,7 +333,7 @@ class Pages:
         writes: list[Future] = []
         for number, generation in enumerate(page.ctx.generations):
             if generation.ahead:
-                rows = generation.prompts.select(["prompt_ids"]).join(generation.responses)
+                rows = drawn(generation.prompts).join(generation.responses)
                 writes.append(data.keep(rows, Ahead.file(folder, number)))
             else:
                 writes.append(Future(str))

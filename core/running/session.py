@@ -150,7 +150,7 @@ def prepare(
                 f"embeddings for {embeddings:,}: the others are no text, and can be sampled"
             )
     if job.environment is not None:
-        Episodes(job.environment, tokenizer).stop_ids()  # raises for a stop that is not one token
+        Episodes(job.environment, tokenizer).check()
 
     # A data set's usable rows are counted here, so that bad rows stop the run before it starts.
     sets = _sets(job) if sets is None else dict(sets)
@@ -322,7 +322,7 @@ class Session:
         apart = placed.rollout_pool is not None
         driver = None
         if job.environment and placed.spec.engine:
-            driver = Episodes(job.environment, self.prepared.tokenizer)
+            driver = Episodes(job.environment, self.prepared.tokenizer, job.longest_prompt)
 
         # The engine is part of the training worker, unless it has a pool of its own.
         logs = (job.folder / LOGS).absolute()

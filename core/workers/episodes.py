@@ -46,6 +46,7 @@ from hybridflow.core.values.text import shorten
 from hybridflow.core.workers.environment_calls import Answered
 
 log = logging.getLogger(__name__)
+NOTHING = np.zeros(0, np.int64)
 NOT_MADE = -1
 """The value for tokens of the environment in the columns turn and weight_version."""
 LONGEST_TOKEN = 256
@@ -60,6 +61,13 @@ class Episodes:
     """The environment's name, options and limits."""
     tokenizer: Tokenizer
     """The policy's tokenizer."""
+    longest_prompt: int = 0
+    """Limit of a prompt of the environment's own, in tokens; 0 sets none."""
+
+    def check(self) -> None:
+        """Raise ConfigError where environment and tokenizer do not go together."""
+        make_environment(self.section.name, self.section.options).check(self.tokenizer)
+        self.stop_ids()
 
     def stop_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a turn. Raises ConfigError for a stop of several tokens."""
@@ -119,7 +127,8 @@ class Episode:
     ):
         """Take the first turn's request, the row's fields, and the tokens that end a turn."""
         self.spec = spec
-        self.request = request
+        self.drawn = request
+        """The request of the row's own prompt."""
         self.meta = meta
         self.stops = stops
         self.tries = 0
@@ -127,6 +136,9 @@ class Episode:
         self._begin_again()
 
     def _begin_again(self) -> None:
+        self.request = self.drawn
+        self.limit: int | None = None
+        """Limit of the next turn alone, in tokens."""
         # For each token so far, the model's and the environment's.
         self.ids = np.zeros(0, np.int64)
         self.logprobs = np.zeros(0, np.float32)
@@ -165,7 +177,8 @@ class Episode:
 
     def _begin(self, attempt: Attempt) -> Any:
         self.asked = self.spec.tokenizer.decode(self.request.prompt_ids)
-        return attempt.begin(Start(self.asked, self.meta, self.request.seed))
+        start = Start(self.asked, self.meta, self.request.seed, self.spec.tokenizer)
+        return attempt.begin(start)
 
     def said(self, answered: Answered) -> dict[str, Any]:
         """Return an answer as plain values, which travel.
@@ -177,7 +190,7 @@ class Episode:
         over = time.monotonic() >= self.deadline
         if answered.late and over:
             return {
-                "ids": self._encode(""),
+                "ids": NOTHING,
                 "reward": 0.0,
                 "done": False,
                 "state": "",
@@ -192,18 +205,13 @@ class Episode:
         else:
             answer = answered.value
             kind = FAILED_ENVIRONMENT
-            problem = _contract_problem(answer)
+            problem = _contract_problem(answer, self.spec.tokenizer)
 
-        # An engine would treat a prefix that ends in a stop as a complete turn.
+        prompts = not self.begun and getattr(self.attempt.environment, "own_prompt", False)
         if not problem:
-            ids = self._encode("" if answer.done else answer.text)
-            missing = self.begun and not len(ids)
-            ends = len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids
-            if not answer.done and (missing or ends):
-                problem = (
-                    f"answered {shorten(answer.text)} and the episode is not done; an answer needs "
-                    "a text that does not end as a turn does"
-                )
+            ids = NOTHING if answer.done else self._encode(answer)
+            if not answer.done:
+                problem = self._prompt_problem(ids) if prompts else self._ids_problem(answer, ids)
         if problem:
             message = (
                 f"environment {section.name!r} {problem} "
@@ -212,17 +220,42 @@ class Episode:
             return {"failed": kind, "error": message}
         return {
             "ids": ids,
+            "prompts": prompts,
             "reward": float(answer.reward),
             "done": answer.done,
             "state": answer.state,
             "over": over,
+            "limit": answer.max_tokens,
         }
 
-    def _encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, int64 [T], and of a very long one at least `max_tokens`."""
-        if not text:
-            return np.zeros(0, np.int64)
-        return self.spec.tokenizer.encode(text[: LONGEST_TOKEN * self.request.sampling.max_tokens])
+    def _encode(self, answer: Answer) -> np.ndarray:
+        """Return an answer's tokens, int64 [T], of a very long text at least `max_tokens`."""
+        if not answer.text:
+            return np.array(answer.ids, np.int64)
+        longest = LONGEST_TOKEN * max(self.request.sampling.max_tokens, self.spec.longest_prompt)
+        return self.spec.tokenizer.encode(answer.text[:longest])
+
+    def _ids_problem(self, answer: Answer, ids: np.ndarray) -> str:
+        """Return why the model cannot go on after these tokens of an answer; empty if it can."""
+        # An engine would treat a prefix that ends in a stop as a complete turn.
+        missing = self.begun and not len(ids)
+        ends = len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids
+        if not missing and not ends:
+            return ""
+        said = shorten(answer.text or self.spec.tokenizer.decode(ids))
+        return (
+            f"answered {said} and the episode is not done; an answer needs a text that does not "
+            "end as a turn does"
+        )
+
+    def _prompt_problem(self, ids: np.ndarray) -> str:
+        """Return why these tokens cannot be the prompt; empty if they can."""
+        limit = self.spec.longest_prompt
+        if not len(ids):
+            return "gave no prompt, and has one of its own (own_prompt)"
+        if limit and len(ids) > limit:
+            return f"gave a prompt of {len(ids)} tokens; data.max_prompt_tokens is {limit}"
+        return ""
 
     def take(self, said: Mapping[str, Any]) -> None:
         """Append the environment's answer to the episode.
@@ -242,8 +275,12 @@ class Episode:
             self.outcome = COMPLETE
             return
 
-        # Cut off what exceeds the row's limit, which counts the environment's tokens too.
+        self.limit = said.get("limit")
         ids = said["ids"]
+        if said.get("prompts"):
+            self.request = attrs.evolve(self.request, prompt_ids=ids)
+            ids = NOTHING
+        # Cut off what exceeds the row's limit, which counts the environment's tokens too.
         room = self.request.sampling.max_tokens - len(self.ids)
         taken = ids[:room]
         logprobs = np.zeros(len(taken), np.float32)
@@ -273,8 +310,13 @@ class Episode:
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn, whose prefix is all tokens so far."""
+        sampling = self.request.sampling
+        if self.limit is not None:
+            limit = min(sampling.max_tokens, len(self.ids) + self.limit)
+            sampling = attrs.evolve(sampling, max_tokens=limit)
         return attrs.evolve(
             self.request,
+            sampling=sampling,
             prefix_ids=self.ids,
             prefix_logprobs=self.logprobs,
             prefix_versions=self.versions,
@@ -283,12 +325,14 @@ class Episode:
     def made(self, done: Completion) -> bool:
         """Append the model's turn to the episode; return whether the environment answers it."""
         start = len(self.ids)
+        whole = self.request.sampling.max_tokens
         new = done.response_ids[start:]
         versions = done.weight_version[start:]
         self._put(new, done.logprobs[start:], versions, len(self.rewards))
 
-        # Cut off by its length, or aborted: the environment does not see the turn.
-        if done.finish_reason != "stop":
+        # Cut off by the row's length, or aborted: the environment does not see the turn.
+        cut = done.finish_reason == "length" and len(self.ids) < whole
+        if done.finish_reason != "stop" and not cut:
             self.outcome = finished(done.finish_reason)
             self.rewards.append(0.0)
             return False
@@ -296,7 +340,9 @@ class Episode:
         # A stop of the request itself ends a turn too, and is no stop of the environment.
         text = self.spec.tokenizer.decode(new)
         stopped = len(new) and int(new[-1]) in self.stops
-        self.turn = Turn(len(self.rewards), text, new, not stopped)
+        logprobs = self.logprobs[start:]
+        ended = not stopped and not cut
+        self.turn = Turn(len(self.rewards), text, new, ended, cut, logprobs)
         return True
 
     def _put(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, turn: int) -> None:
@@ -306,7 +352,7 @@ class Episode:
         self.turns = np.concatenate([self.turns, np.full(len(ids), turn)])
 
 
-def _contract_problem(answer: Any) -> str:
+def _contract_problem(answer: Any, tokenizer: Tokenizer) -> str:
     """Return what an environment returned instead of an answer, in words; empty for an answer."""
     if not isinstance(answer, Answer):
         return f"returned {answer!r:.80}; return an Answer"
@@ -314,6 +360,13 @@ def _contract_problem(answer: Any) -> str:
         return f"gave the reward {answer.reward!r}; it must be a finite number"
     if not isinstance(answer.text, str):
         return f"answered {answer.text!r:.80}; the text of an Answer is a str"
+    if answer.text and answer.ids:
+        return "answered with a text and with ids; give one of them"
+    if wrong := [token for token in answer.ids if not 0 <= token < tokenizer.vocab_size]:
+        last = tokenizer.vocab_size - 1
+        return f"answered with the token {wrong[0]!r}; the tokenizer has 0 to {last}"
+    if answer.max_tokens is not None and answer.max_tokens < 1:
+        return f"gave max_tokens = {answer.max_tokens!r}; give at least 1, or None"
     return ""
 
 
@@ -348,6 +401,7 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
         "episode_return": returns,
         "turn_rewards": [episode.rewards for episode in episodes],
         "turn_states": states,
+        "prompt_ids": tokens([episode.request.prompt_ids for episode in episodes], torch.int64),
     }
 
     count = float(len(episodes))

@@ -42,8 +42,15 @@ GENERATED = (
 """The columns that `generate` adds."""
 COLLECTED = (*GENERATED, LAG)
 """The columns that `collect` adds."""
-EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
-"""The columns that `episodes` adds."""
+EPISODE_COLUMNS = (
+    *GENERATED,
+    "turn",
+    "episode_return",
+    "turn_rewards",
+    "turn_states",
+    "prompt_ids",
+)
+"""The columns that `episodes` adds, the last one in the place of the rows' own."""
 
 
 def generate_rows(

@@ -37,6 +37,14 @@ from hybridflow.core.workers.failures import at_last_token, score_by_rule
 from hybridflow.core.workers.generation import COLLECTED, samples_of
 from hybridflow.core.workers.landed import Landed
 
+DRAWN = "drawn_prompt_ids"
+"""The prompts that were drawn, beside those of environments that have their own."""
+
+
+def drawn(prompts: Batch) -> Batch:
+    """Return the rows' prompts alone, as the column DRAWN."""
+    return prompts.select(["prompt_ids"]).rename(prompt_ids=DRAWN)
+
 
 class DataWorker(Worker):
     """The worker on rank 0 of a pool that holds the data sets.
@@ -130,9 +138,9 @@ class DataWorker(Worker):
 
     @register(Protocol.RANK_ZERO)
     def journal(self, batch: Batch, file: str) -> tuple[str, str]:
-        """Write what was generated into a file; return the SHA-256 of it, and of the prompts."""
-        columns = {name: batch[name] for name in batch.names if name != "prompt_ids"}
-        return write_batch(Path(file), Batch(columns, batch.metrics)), _sum(batch["prompt_ids"])
+        """Write what was generated into a file; return the SHA-256 of it, and of DRAWN."""
+        columns = {name: batch[name] for name in batch.names if name != DRAWN}
+        return write_batch(Path(file), Batch(columns, batch.metrics)), _sum(batch[DRAWN])
 
     @register(Protocol.RANK_ZERO, reads=("prompt_ids",))
     def replay(self, batch: Batch, file: str, rows_sum: str, prompts_sum: str) -> Batch:
@@ -154,7 +162,7 @@ class DataWorker(Worker):
 
         Raises HybridFlowError where it was generated for others.
         """
-        now, then = prompts["prompt_ids"], kept["prompt_ids"]
+        now, then = prompts["prompt_ids"], kept[DRAWN]
         same = now.rows == then.rows and all(map(torch.equal, now, then))
         if not same:
             raise HybridFlowError(
@@ -162,7 +170,7 @@ class DataWorker(Worker):
                 "of: the data, or the settings by which prompts are drawn, have changed since; go "
                 "on with the former ones, or with run.max_staleness = 0, which generates anew"
             )
-        columns = {name: kept[name] for name in kept.names if name != "prompt_ids"}
+        columns = {name: kept[name] for name in kept.names if name != DRAWN}
         return Batch(columns, kept.metrics)
 
 

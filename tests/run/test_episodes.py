@@ -86,9 +86,26 @@ def test_answers_stand_between_turns_and_are_not_trained_on():
     )
 
 
-def test_the_trainers_logprobs_are_the_rollouts_in_every_turn():
-    with run() as tiny:
-        batch = tiny.ctx.actor.generate(tiny.ctx.prompts(8))
+class Opens(Echo):
+    """Has prompts of its own, which are longer than the rows'."""
+
+    own_prompt = True
+
+    def reset(self, start):
+        super().reset(start)
+        return Answer(
+            ids=tuple(start.tokenizer.encode(f"1+{start.prompt}").tolist()), state="begin"
+        )
+
+
+@pytest.mark.parametrize("environment", ["helpers.episodes:Echo", f"{__name__}:Opens"])
+def test_the_trainers_logprobs_are_the_rollouts_in_every_turn(environment):
+    with TinyRun(run().algorithm, {**tables(), "environment": {"name": environment}}) as tiny:
+        rows = tiny.ctx.prompts(8)
+        batch = tiny.ctx.actor.generate(rows)
+        opened = [tiny.session.prepared.tokenizer.decode(ids) for ids in batch["prompt_ids"]]
+        drawn = [tiny.session.prepared.tokenizer.decode(ids) for ids in rows["prompt_ids"]]
+        assert opened == [f"1+{text}" if "Opens" in environment else text for text in drawn]
         again = tiny.ctx.actor.logprobs(batch)["old_logprobs"].padded()
         mask, made = column(batch, "loss_mask").bool(), column(batch, "rollout_logprobs")
         tiny.ctx.finish()

@@ -33,6 +33,15 @@ class Counts(Environment):
         return Answer(text=str(len(turn.ids)), reward=even, done=self.turns == 2)
 
 
+class Begins(Counts):
+    """The same, after a prompt of its own."""
+
+    own_prompt = True
+
+    def reset(self, start):
+        return Answer(ids=tuple(start.tokenizer.encode(f"{len(start.prompt)}+1=").tolist()))
+
+
 GRPO = {
     "name": "grpo",
     "prompts_per_step": 4,
@@ -58,6 +67,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         GRPO,
         {
             "environment": {"name": "tests.run.test_replay:Counts", "max_turns": 3},
+            "reward": {"function": "hybridflow.kit.testing.runs:even_tokens"},
+        },
+    ),
+    "prompts of the environment": (
+        GRPO,
+        {
+            **APART,
+            "run": {"max_staleness": 1},
+            "environment": {"name": "tests.run.test_replay:Begins", "max_turns": 3},
             "reward": {"function": "hybridflow.kit.testing.runs:even_tokens"},
         },
     ),

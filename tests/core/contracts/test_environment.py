@@ -18,5 +18,5 @@ def test_an_episode_begins_with_the_prompt_alone_and_ends_when_the_answer_says_s
     assert begun == Answer("", 0.0, False, "")
     answer = environment.step(Turn(0, "2", np.array([5, 2]), True))
     assert (answer.reward, answer.done) == (2.0, True)
-    assert environment.stops == ()
+    assert environment.stops == () and not environment.own_prompt
     environment.close()

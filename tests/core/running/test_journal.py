@@ -41,7 +41,7 @@ def test_a_step_is_in_it_with_what_each_call_has_added(tmp_path):
         "step-00000002.json",
     ]
     rows = (tmp_path / "journal" / files[0]).read_text()
-    assert rows == "prompt_ids,response_ids,lag"
+    assert rows == "drawn_prompt_ids,response_ids,lag"
 
 
 def test_a_step_that_is_missing_ends_what_can_be_replayed(tmp_path):

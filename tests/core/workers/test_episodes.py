@@ -109,6 +109,10 @@ class Wrong(Environment):
         (Answer("1", reward="1"), "gave the reward '1'; it must be a finite number"),
         (Answer(""), "answered '' and the episode is not done"),
         (Answer("1="), "answered '1=' and the episode is not done"),
+        (Answer(ids=(ONE, STOP)), "answered '1=' and the episode is not done"),
+        (Answer(ids=(ONE, 99)), "answered with the token 99; the tokenizer has 0 to"),
+        (Answer("1", ids=(ONE,)), "answered with a text and with ids; give one of them"),
+        (Answer("1", max_tokens=0), "gave max_tokens = 0; give at least 1, or None"),
     ],
 )
 def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
@@ -118,6 +122,90 @@ def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
     says(one, ONE, STOP)
     with pytest.raises(EnvironmentFailure, match=said):
         hears(one)
+
+
+class Own(Environment):
+    """Begins with tokens of its own, and limits the first turn to two."""
+
+    own_prompt = True
+
+    def __init__(self, prompt=(TWO, PLUS)):
+        self.prompt = tuple(prompt)
+        self.seen = []
+
+    def reset(self, start):
+        self.start = start
+        return Answer(ids=self.prompt, max_tokens=2)
+
+    def step(self, turn):
+        self.seen.append(turn)
+        return Answer(ids=(PLUS, TWO))
+
+
+def owning(limit: int = 0, mask: bool = False, max_tokens: int = 16, **options) -> Episode:
+    section = EnvironmentSection(
+        f"{__name__}:Own", options=options, on_failure=FailureRule(mask=mask)
+    )
+    return Episode(Episodes(section, DIGITS, limit), request(max_tokens), {}, ())
+
+
+def test_an_environment_may_begin_with_a_prompt_of_its_own_in_tokens():
+    one = owning()
+    hears(one)
+    assert one.attempt.environment.start.tokenizer is DIGITS
+    assert one.next_request().context().tolist() == [TWO, PLUS] and one.ids.tolist() == []
+    says(one, ONE, END)
+    hears(one)
+    assert one.next_request().context().tolist() == [TWO, PLUS, ONE, END, PLUS, TWO]
+    one.outcome = "complete"
+    made = episode_batch([one, episode(opening="2")])
+    assert [row.tolist() for row in made["prompt_ids"]] == [[TWO, PLUS], [1, ONE, PLUS, TWO]]
+    assert next(iter(made["response_ids"])).tolist() == [ONE, END, PLUS, TWO]
+    assert next(iter(made["loss_mask"])).tolist() == [1, 1, 0, 0]
+
+
+def test_an_answer_limits_the_turn_that_follows_which_the_environment_sees_cut():
+    one = owning()
+    hears(one)
+    assert one.next_request().sampling.max_tokens == 2
+    turn = says(one, ONE, TWO, reason="length")
+    assert (turn.cut, turn.ended, turn.ids.tolist()) == (True, False, [ONE, TWO])
+    assert turn.logprobs.tolist() == [-0.5, -0.5]
+    hears(one)
+    # The next answer has no limit, but the row's, beyond which a turn is not seen.
+    assert one.next_request().sampling.max_tokens == 16
+    assert says(one, *[ONE] * 12, reason="length") is None
+    assert one.outcome == "truncated_tokens"
+
+    # A limit beyond the row's own is none.
+    short = owning(max_tokens=1)
+    hears(short)
+    assert short.next_request().sampling.max_tokens == 1
+    assert says(short, ONE, reason="length") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "said"),
+    [
+        (2, (ONE, PLUS, TWO), "gave a prompt of 3 tokens; data.max_prompt_tokens is 2"),
+        (0, (), "gave no prompt, and has one of its own"),
+    ],
+)
+def test_a_prompt_that_cannot_be_one_is_a_failure(limit, prompt, said, caplog):
+    with pytest.raises(EnvironmentFailure, match=said):
+        hears(owning(limit, prompt=prompt))
+    one = owning(limit, mask=True, prompt=prompt)
+    hears(one)
+    assert one.outcome == "failed_environment"
+    assert next(iter(episode_batch([one])["prompt_ids"])).tolist() == [1, ONE, PLUS, TWO]
+
+
+def test_an_episode_that_begins_again_asks_for_its_prompt_again():
+    one = owning()
+    hears(one)
+    one._begin_again()
+    assert one.next_request().context().tolist() == [1, ONE, PLUS, TWO]
+    assert one.next_request().sampling.max_tokens == 16
 
 
 def test_a_failure_names_what_was_said_before_it():
@@ -256,6 +344,7 @@ class LongStop(Environment):
 
 
 def test_stops_are_tokens():
+    echoing(DIGITS).check()
     assert echoing(DIGITS).stop_ids() == (STOP,)
     with pytest.raises(ConfigError, match="'10', which is 2 tokens"):
         Episodes(EnvironmentSection(f"{__name__}:LongStop"), DIGITS).stop_ids()

@@ -25,6 +25,7 @@ from hybridflow.core.workers.tasks import (
     DataWorker,
     RewardWorker,
     TaskWorker,
+    drawn,
     reward_columns,
     run_on_columns,
 )
@@ -51,7 +52,7 @@ def test_what_was_generated_is_kept_with_its_prompts_and_given_out_for_no_others
     prompts = tasks.draw("train", 2)
     columns = {"response_ids": tokens([torch.tensor([5]), torch.tensor([6, 7])])}
     made = Batch(columns, Metrics({"length": (3.0, 2.0)}))
-    rows = prompts.select(["prompt_ids"]).join(made)
+    rows = drawn(prompts).join(made)
     kept = tasks.kept(str(tmp_path / "rows"), tasks.keep(rows, str(tmp_path / "rows")))
     again = tasks.matched(prompts, kept)
     assert again.names == ("response_ids",) and again["response_ids"].values.tolist() == [5, 6, 7]
