@@ -95,7 +95,7 @@ class EnvironmentConformance:
         # The answer of reset may be empty, for the prompt alone can begin an episode.
         for answer in self.episode(make())[1:]:
             require(
-                answer.done or answer.text,
+                answer.done or answer.text or answer.ids,
                 got=f"{answer!r}",
                 expected="an answer that is done, or has a text to go on from",
                 likely="a branch of step that forgets its text",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.environment import Answer, Environment
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.environment_calls import Answered
 from hybridflow.core.workers.episodes import Episode, Episodes
+from hybridflow.kit.testing import give_weights, one_rank, reference
 
 STOP = "="
 ONE, TWO, PLUS, END = 4, 5, 13, 2
@@ -65,3 +70,13 @@ def hears(episode: Episode) -> None:
 def echoing(tokenizer, max_turns: int = 8, **options) -> Episodes:
     """Its options and the tokenizer, as a worker has them."""
     return Episodes(EnvironmentSection("helpers.episodes:Echo", max_turns, options), tokenizer)
+
+
+@contextlib.contextmanager
+def speaking():
+    """An engine with the weights of `reference` as version 5, and its context."""
+    with one_rank() as context:
+        engine = TransformersEngine(reference().spec, TransformersEngineConfig(), context)
+        engine.start()
+        give_weights(engine, reference().parameters, 5)
+        yield engine, context

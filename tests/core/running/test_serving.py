@@ -29,6 +29,9 @@ from hybridflow.core.workers.carried import BUSY
 class Engine(Worker):
     """An engine that takes 2 ms a step, and completes each of its rows after so many steps."""
 
+    stuck: set[int] = set()
+    """Rows that make no progress."""
+
     def __init__(self, context):
         super().__init__(context)
         self.left, self.asked, self.built = {}, [], False
@@ -52,7 +55,10 @@ class Engine(Worker):
             raise ValueError("it broke")
         steps = min(most, max(self.left.values(), default=0))
         time.sleep(0.002 * steps)
-        self.left = {sample: left - steps for sample, left in self.left.items()}
+        self.left = {
+            sample: left - steps * (sample not in Engine.stuck)
+            for sample, left in self.left.items()
+        }
         done = [sample for sample, left in self.left.items() if left <= 0]
         for sample in done:
             del self.left[sample]
@@ -193,7 +199,9 @@ def make(monkeypatch):
         serving = Serving({"actor": rollout}, data, outbox, overlaps, True, said.append)
         return Made(outbox, serving, rollout, data, trainer, said)
 
+    Engine.stuck.clear()
     yield make
+    Engine.stuck.clear()
     outbox.serving = None
     runtime.shutdown()
 
@@ -220,9 +228,12 @@ def test_engines_work_while_another_reply_is_waited_for_and_a_complete_step_is_c
     made.outbox.step = 7
     with made.outbox.holding(lambda call: None):
         collected = made.data.collect(rows)
+    Engine.stuck.add(2)
     made.serving.wake()
-    made.trainer.work(0.06).result()
-    assert is_held(collected) and 0 < len(made.rollout.awaited[7]) < 4
+    while len(made.rollout.awaited[7]) == 4:
+        made.trainer.work(0.02).result()
+    assert is_held(collected) and 2 in made.rollout.awaited[7]
+    Engine.stuck.clear()
     seen = seen_at_the_end(made)
     assert made.rollout.awaited == {}
     assert collected["sample_id"].values.tolist() == [0, 1, 2, 3]
@@ -315,12 +326,14 @@ def kill(made: Made, rank: int) -> None:
 def test_others_generate_what_a_lost_replica_had_and_another_takes_its_place(make):
     made = make(tp=1)
     made.open(1, 5, 5, 5, 60)
+    Engine.stuck.add(3)
     made.serving.wake()
-    while len(made.rollout.awaited.get(1, ())) != 1:
+    while made.rollout.awaited[1] != {3}:
         made.trainer.work(0.02).result()
     made.open(2, 10, 10, 10, 10, at=4)
     made.serving.wake()
     kill(made, 3)
+    Engine.stuck.clear()
     made.serving.complete(1)
     made.serving.complete(2)
     assert made.rollout.awaited == {}

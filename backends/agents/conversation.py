@@ -1,0 +1,158 @@
+"""One episode's messages and tokens, as an agent makes them by asking the model.
+
+A call whose messages begin with those held, the model's own turns among them, goes on after the
+tokens held. Only what the agent has added becomes tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hybridflow.backends.agents.parsing import message_of
+from hybridflow.backends.agents.rendering import Message, Renderer, normalised
+from hybridflow.core.contracts.environment import Turn
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.text import shorten
+
+
+class AgentError(HybridFlowError):
+    """An agent asked the model for what cannot be; told to the agent, not to the run."""
+
+
+class EpisodeOver(AgentError):
+    """The episode of an agent that asks the model has ended, by a limit or with the run."""
+
+
+@attrs.frozen(eq=False)
+class Reply:
+    """What the model has answered."""
+
+    message: dict[str, Any]
+    """The turn as a message, to be put after those that were sent: role, content, and where it has
+    them `reasoning_content` and `tool_calls`."""
+    finish_reason: str
+    """"stop", "tool_calls", or "length" where max_tokens ended it."""
+    ids: np.ndarray
+    """Its tokens, int64 [T]."""
+    logprobs: np.ndarray
+    """Their log-probabilities, float32 [T]."""
+
+    @property
+    def content(self) -> str:
+        """Its text, without thinking and calls of tools."""
+        text: str = self.message["content"]
+        return text
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Its calls of tools, in the form of OpenAI's chat completions."""
+        return list(self.message.get("tool_calls", ()))
+
+
+Ask = Callable[[Sequence[int], int | None], "Future[Turn]"]
+"""(tokens to go on after, limit of the turn) -> the model's turn."""
+
+
+class Conversation:
+    """The messages and tokens of one episode. One call at a time, from any thread."""
+
+    def __init__(self, renderer: Renderer, tools: str, ask: Ask):
+        """tools: the format of the model's calls (parsing.py)."""
+        self.renderer = renderer
+        self.format = tools
+        self.ask = ask
+        self.messages: list[dict[str, Any]] = []
+        """Normalised, the model's turns among them."""
+        self.tools: list[Any] = []
+        self.turns = 0
+        self._last: int | None = None
+        """The token that ended the model's last turn; None where its limit did."""
+        self._waits = False
+        self._lock = threading.Lock()
+
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Any], max_tokens: int | None
+    ) -> Future[Reply]:
+        """Have the model answer these messages.
+
+        Raises AgentError where they do not go on from those held, DataError where they cannot be
+        rendered; the conversation is then as before.
+        """
+        sent = [normalised(message) for message in messages]
+        if max_tokens is not None and max_tokens < 1:
+            raise AgentError(f"max_tokens is {max_tokens}; ask for at least one token")
+        with self._lock:
+            if self._waits:
+                raise AgentError(
+                    "the model is asked again before it has answered; an episode is one "
+                    "conversation, with one call at a time"
+                )
+            ids = self._rendered(sent, list(tools))
+            self._waits = True
+        reply: Future[Reply] = Future()
+
+        def answered(done: Future[Turn]) -> None:
+            try:
+                reply.set_result(self._took(sent, list(tools), done.result()))
+            except BaseException as error:
+                reply.set_exception(error)
+
+        try:
+            self.ask(ids, max_tokens).add_done_callback(answered)
+        except BaseException:
+            self._waits = False
+            raise
+        return reply
+
+    def _rendered(self, sent: list[dict[str, Any]], tools: list[Any]) -> list[int]:
+        """Return the tokens to go on after. Raises AgentError, DataError."""
+        if not self.turns:
+            if not sent:
+                raise AgentError("the model is asked with no message; send one at least")
+            return self.renderer.begin(sent, tools)
+        held = self.messages
+        for number, message in enumerate(held):
+            if number >= len(sent) or _compared(sent[number]) != _compared(message):
+                got = "nothing" if number >= len(sent) else shorten(str(sent[number]))
+                raise AgentError(
+                    f"message {number} was {shorten(str(message))} and is now {got}; an episode is "
+                    "one conversation, and each call has all messages of the one before, the "
+                    "model's answer, and new ones"
+                )
+        if tools != self.tools:
+            raise AgentError(
+                "the tools differ from those of the call before; they stand at the beginning of "
+                "the conversation, which cannot change"
+            )
+        new = sent[len(held) :]
+        if not new:
+            raise AgentError("there is no message after the model's answer; send one")
+        return self.renderer.follow(self._last, new, tools)
+
+    def _took(self, sent: list[dict[str, Any]], tools: list[Any], turn: Turn) -> Reply:
+        """Hold a turn of the model; return it."""
+        message = message_of(turn.text, self.format, self.turns)
+        reason = "length" if turn.cut else "tool_calls" if message.get("tool_calls") else "stop"
+        with self._lock:
+            self.messages = [*sent, normalised(message)]
+            self.tools = tools
+            self.turns += 1
+            self._last = None if turn.cut else int(turn.ids[-1])
+            self._waits = False
+        logprobs = np.zeros(len(turn.ids), np.float32) if turn.logprobs is None else turn.logprobs
+        return Reply(message, reason, turn.ids, logprobs)
+
+
+def _compared(message: Message) -> tuple[Any, ...]:
+    """Return what must be equal for two messages to be one; ids of calls are the client's."""
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
+    return message["role"], message["content"], calls

@@ -1,0 +1,13 @@
+"""What the tests of agents share."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.episodes import speaking
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    """An engine and its context; see `speaking`."""
+    with speaking() as found:
+        yield found

@@ -1,0 +1,173 @@
+"""What an agent sends becomes tokens once, and what the model has made never again."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from helpers.templates import family
+
+from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver
+from hybridflow.backends.agents.rendering import ChatRenderer
+from hybridflow.core.contracts.environment import Turn
+from hybridflow.core.errors import DataError
+
+TOKENIZER = family("qwen2.5")
+END = int(TOKENIZER.encode("<|im_end|>")[0])
+USER = {"role": "user", "content": "1+2?"}
+MORE = {"role": "user", "content": "Sure?"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+
+
+class Model:
+    """Answers as the test says; keeps what it was asked."""
+
+    def __init__(self):
+        self.asked: list[tuple[list[int], int | None]] = []
+        self.futures: list[Future] = []
+        self.conversation = Conversation(ChatRenderer(TOKENIZER), "hermes", self.ask)
+
+    def ask(self, ids, max_tokens):
+        self.asked.append((list(ids), max_tokens))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def answers(self, text: str, cut: bool = False) -> Turn:
+        ids = np.array([*TOKENIZER.encode(text), *([] if cut else [END])])
+        turn = Turn(0, text, ids, not cut, cut, np.full(len(ids), -0.5, np.float32))
+        self.futures[-1].set_result(turn)
+        return turn
+
+    def chat(self, *messages, tools=(), max_tokens=None):
+        return self.conversation.chat(messages, tools, max_tokens)
+
+    def texts(self) -> list[str]:
+        return [TOKENIZER.decode(ids, skip_special=False) for ids, _ in self.asked]
+
+
+def test_a_later_call_goes_on_after_the_models_own_tokens():
+    model = Model()
+    reply = model.chat(USER, max_tokens=7)
+    turn = model.answers("It is 3")
+    reply = reply.result(0)
+    assert (reply.content, reply.finish_reason, reply.tool_calls) == ("It is 3", "stop", [])
+    assert reply.ids is turn.ids and reply.logprobs.tolist() == [-0.5] * len(turn.ids)
+    # As clients send it back, with fields of their own.
+    again = {"role": "assistant", "content": [{"type": "text", "text": "It is 3"}], "refusal": None}
+    model.chat(USER, again, MORE)
+    assert model.texts() == [
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    assert [limit for _, limit in model.asked] == [7, None]
+
+
+def test_a_turn_that_was_cut_is_closed_by_the_template():
+    model = Model()
+    reply = model.chat(USER, max_tokens=2)
+    model.answers("It is", cut=True)
+    assert reply.result(0).finish_reason == "length"
+    model.chat(USER, reply.result(0).message, MORE)
+    assert (
+        model.texts()[1] == "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_results_of_tools_follow_their_calls_whatever_id_the_client_gives_them():
+    model = Model()
+    reply = model.chat(USER, tools=[TOOL])
+    model.answers(f"<think>\nhm\n</think>\n\n{CALL}")
+    reply = reply.result(0)
+    assert (reply.finish_reason, reply.content) == ("tool_calls", "")
+    [call] = reply.tool_calls
+    assert call["function"] == {"name": "add", "arguments": '{"x": 1}'}
+    echoed = {
+        "role": "assistant",
+        "tool_calls": [{"id": "other", "function": {"name": "add", "arguments": '{"x":1}'}}],
+    }
+    model.chat(
+        USER, echoed, {"role": "tool", "tool_call_id": "other", "content": "3"}, tools=[TOOL]
+    )
+    assert model.texts()[1] == (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+REPLY = {"role": "assistant", "content": "It is 3"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "said"),
+    [
+        ([MORE, REPLY, MORE], {}, r"message 0 was .*1\+2.* and is now .*Sure"),
+        (
+            [USER, {**REPLY, "content": "It is 4"}, MORE],
+            {},
+            "message 1 was .*It is 3.* and is now .*It is 4",
+        ),
+        ([USER], {}, "message 1 was .*It is 3.* and is now nothing"),
+        ([USER, REPLY], {}, "no message after the model's answer"),
+        ([USER, REPLY, MORE], {"tools": [TOOL]}, "the tools differ"),
+        ([USER, REPLY, MORE], {"max_tokens": 0}, "max_tokens is 0"),
+    ],
+)
+def test_what_does_not_go_on_from_the_conversation_is_refused_and_changes_nothing(
+    messages, more, said
+):
+    model = Model()
+    model.chat(USER)
+    model.answers("It is 3")
+    with pytest.raises(AgentError, match=said):
+        model.chat(*messages, **more)
+    model.chat(USER, REPLY, MORE)
+    assert len(model.asked) == 2
+
+
+def test_messages_that_cannot_be_rendered_change_nothing():
+    model = Model()
+    with pytest.raises(AgentError, match="no message"):
+        model.chat()
+    with pytest.raises(DataError, match="type 'image_url'"):
+        model.chat({"role": "user", "content": [{"type": "image_url"}]})
+    model.chat(USER)
+    assert len(model.asked) == 1
+
+
+def test_one_call_at_a_time():
+    model = Model()
+    model.chat(USER)
+    with pytest.raises(AgentError, match="asked again before it has answered"):
+        model.chat(USER)
+
+
+def test_the_end_of_the_episode_reaches_who_waits_and_who_asks_again():
+    model = Model()
+    reply = model.chat(USER)
+    model.futures[-1].set_exception(EpisodeOver("the episode has ended"))
+    with pytest.raises(EpisodeOver):
+        reply.result(0)
+
+    def over(ids, max_tokens):
+        raise EpisodeOver("the episode has ended")
+
+    conversation = Conversation(ChatRenderer(TOKENIZER), "hermes", over)
+    for _ in range(2):
+        with pytest.raises(EpisodeOver):
+            conversation.chat([USER], (), None)
+
+
+def test_a_turn_that_cannot_be_read_is_an_error_for_who_waits(monkeypatch):
+    def broken(*_):
+        raise ValueError("no such format")
+
+    monkeypatch.setattr("hybridflow.backends.agents.conversation.message_of", broken)
+    model = Model()
+    reply = model.chat(USER)
+    model.answers("It is 3")
+    with pytest.raises(ValueError, match="no such format"):
+        reply.result(0)

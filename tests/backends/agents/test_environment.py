@@ -1,0 +1,295 @@
+"""Agents in the episodes of a real engine, and what becomes of those that fail, hang or go on too long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from helpers.episodes import END, STOP_ID, request
+from helpers.sources import char
+from helpers.steps import Watched
+from helpers.templates import family
+
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.backends.agents.conversation import EpisodeOver
+from hybridflow.backends.agents.environment import THREAD, AgentEnvironment
+from hybridflow.core.contracts.failure import FailureRule
+from hybridflow.core.errors import ConfigError, EnvironmentFailure
+from hybridflow.core.job.sections import EnvironmentSection
+from hybridflow.core.workers.episode_runner import run_episodes
+from hybridflow.core.workers.episodes import Episodes
+from hybridflow.kit.testing import TinyRun
+from hybridflow.kit.testing.runs import MODEL
+
+DIGITS = char()
+heard: dict[str, list] = {}
+"""What agents have got, by the prompt's text."""
+
+
+async def counts(model, row):
+    """Three turns; sends the number of its turn."""
+    said = [{"role": "user", "content": f"{row['prompt']}+"}]
+    for number in range(3):
+        reply = await model.chat(said, max_tokens=2)
+        heard.setdefault(row["name"], []).append(reply)
+        said += [reply.message, {"role": "user", "content": f"{number}+"}]
+    return 1.5
+
+
+def counts_in_a_thread(model, row):
+    said = [{"role": "user", "content": f"{row['prompt']}+"}]
+    for number in range(3):
+        reply = model.chat(said, max_tokens=2)
+        heard.setdefault(row["name"], []).append(reply)
+        said += [reply.message, {"role": "user", "content": f"{number}+"}]
+    return 1.5
+
+
+def play(speaker, function, rows: int = 6, max_tokens: int = 64, **settings):
+    options = {"function": f"{__name__}:{function}", "chat": "plain", "tools": "none"}
+    spec = Episodes(EnvironmentSection("agent", 8, options, **settings), DIGITS)
+    asked = [request(max_tokens, at=at) for at in range(rows)]
+    return run_episodes(
+        speaker[0], asked, [{"name": str(at)} for at in range(rows)], spec, speaker[1]
+    )
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("function", ["counts", "counts_in_a_thread"])
+def test_an_agent_and_its_model_take_turns(speaker, function, free):
+    heard.clear()
+    made = play(speaker, function, free=free)
+    assert made["outcome"].values == ["complete"] * 6
+    assert made["turn_rewards"].values == [[0.0, 0.0, 1.5]] * 6
+    assert [DIGITS.decode(ids) for ids in made["prompt_ids"]] == ["1+2+"] * 6
+    for row in range(6):
+        ids, mask, logprobs = (
+            list(made[name])[row] for name in ("response_ids", "loss_mask", "rollout_logprobs")
+        )
+        replies = heard[str(row)]
+        # What is trained is what was sampled, token by token, and what the agent got.
+        assert ids[mask.bool()].tolist() == [int(one) for reply in replies for one in reply.ids]
+        assert logprobs[mask.bool()].tolist() == [
+            float(one) for reply in replies for one in reply.logprobs
+        ]
+        # Between the turns stands what it sent, as tokens of their own.
+        texts = [DIGITS.encode(f"{number}+").tolist() for number in range(2)]
+        expected = [
+            int(token)
+            for reply, text in zip(replies, [*texts, []], strict=True)
+            for token in [*reply.ids, *text]
+        ]
+        assert ids.tolist() == expected
+        for reply in replies:
+            ended = int(reply.ids[-1]) in (END, STOP_ID)
+            assert reply.finish_reason == ("stop" if ended else "length") and len(reply.ids) <= 2
+    assert not [one for one in threading.enumerate() if one.name == THREAD]
+
+
+def fails(model, row):
+    if row["name"] != "1":
+        return None
+    model.chat([{"role": "user", "content": "1+"}])
+    raise OSError("no such file")
+
+
+def forgets(model, row):
+    said = [{"role": "user", "content": "1+"}]
+    model.chat(said, max_tokens=1)
+    return model.chat(said)  # without the model's answer
+
+
+def wrong(model, row):
+    return "1"
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("fails", "raised OSError: no such file"),
+        ("forgets", "raised AgentError: message 1 was .* and is now nothing"),
+        ("wrong", "raised TypeError: the agent returned '1'; return a finite number, or None"),
+    ],
+)
+def test_an_agent_that_fails_is_a_failure_of_its_episode_alone(speaker, function, said):
+    with pytest.raises(EnvironmentFailure, match=said):
+        play(speaker, function)
+    made = play(speaker, function, on_failure=FailureRule(mask=True))
+    outcomes = made["outcome"].values
+    assert outcomes[1].startswith("failed_")
+    if function == "fails":
+        assert outcomes[0] == outcomes[2] == "complete"
+
+
+def test_without_a_question_an_episode_has_no_tokens_and_the_rows_own_prompt(speaker):
+    made = play(speaker, "fails", rows=1)
+    assert [len(ids) for ids in made["response_ids"]] == [0] and made[
+        "episode_return"
+    ].values.tolist() == [0.0]
+    assert [DIGITS.decode(ids) for ids in made["prompt_ids"]] == ["1+2"]
+
+
+ended: list[str] = []
+
+
+async def talks(model, row):
+    """Never stops by itself."""
+    said = [{"role": "user", "content": "1+"}]
+    try:
+        while True:
+            reply = await model.chat(said, max_tokens=1)
+            said += [reply.message, {"role": "user", "content": "2+"}]
+    except EpisodeOver:
+        ended.append(row["name"])
+        raise
+
+
+def talks_in_a_thread(model, row):
+    said = [{"role": "user", "content": "1+"}]
+    try:
+        while True:
+            reply = model.chat(said, max_tokens=1)
+            said += [reply.message, {"role": "user", "content": "2+"}]
+    except EpisodeOver:
+        ended.append(row["name"])
+        raise
+
+
+def until(condition) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("function", ["talks", "talks_in_a_thread"])
+def test_an_agent_hears_of_the_limits_of_its_episode(speaker, function):
+    ended.clear()
+    turns = play(speaker, function, rows=2)
+    assert turns["outcome"].values == ["truncated_turns"] * 2
+    tokens = play(speaker, function, rows=2, max_tokens=7)
+    assert tokens["outcome"].values == ["truncated_tokens"] * 2
+    assert [len(ids) for ids in tokens["response_ids"]] == [7, 7]
+    if function == "talks_in_a_thread":
+        assert until(lambda: sorted(ended) == ["0", "0", "1", "1"])
+    assert until(lambda: not [one for one in threading.enumerate() if one.name == THREAD])
+
+
+class Cancelled:
+    seen = threading.Event()
+
+
+async def hangs(model, row):
+    await model.chat([{"role": "user", "content": "1+"}], max_tokens=1)
+    try:
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        Cancelled.seen.set()
+        raise
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcome"),
+    [
+        ({"timeout_s": 0.3, "on_failure": FailureRule(mask=True)}, "failed_tool"),
+        ({"episode_s": 0.5}, "truncated_time"),
+    ],
+)
+def test_an_agent_that_hangs_is_cancelled_at_its_deadline(speaker, settings, outcome):
+    Cancelled.seen.clear()
+    made = play(speaker, "hangs", rows=2, **settings)
+    assert made["outcome"].values == [outcome] * 2
+    assert Cancelled.seen.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, 'needs options.function = "my_agent:solve"'),
+        ({"function": f"{__name__}:Cancelled"}, "must be a function of"),
+        ({"function": f"{__name__}:until"}, "is not called with"),
+        ({"function": f"{__name__}:counts", "chat": "free"}, 'set "template" or "plain"'),
+        ({"function": f"{__name__}:counts", "tools": "xml"}, "set one of hermes, json, none"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_starts(options, said):
+    with pytest.raises(ConfigError, match=said):
+        AgentEnvironment(**options)
+
+
+def test_a_tokenizer_is_refused_or_remarked_upon_when_a_run_is_prepared(caplog):
+    agent = AgentEnvironment(function=f"{__name__}:counts")
+    with pytest.raises(ConfigError, match="chat template"):
+        agent.check(DIGITS)
+    agent.check(family("qwen2.5"))
+    assert not caplog.text
+    agent.check(family("qwen3"))
+    assert "differently once" in caplog.text
+
+
+async def asks_for_digits(model, row):
+    """Two turns by the tokenizer's chat template; paid by what the model says."""
+    said = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": f"{row['a']} + {row['b']}?"},
+    ]
+    first = await model.chat(said, max_tokens=6)
+    second = await model.chat(
+        [*said, first.message, {"role": "user", "content": "Sure?"}], max_tokens=6
+    )
+    heard.setdefault("run", []).append((said, first, second))
+    return float(np.mean(second.ids % 2 == 0))
+
+
+class Kept(Watched, GRPO):
+    pass
+
+
+def test_a_run_trains_an_agent_on_the_tokens_that_were_sampled(tmp_path):
+    heard.clear()
+    tokenizer = family("qwen2.5")
+    tokenizer.save(tmp_path)
+    end = int(tokenizer.encode("<|im_end|>")[0])
+    model = {**MODEL, "vocab_size": 400, "max_position_embeddings": 256}
+    tables = {
+        "tokenizer": {"path": str(tmp_path)},
+        "actor": {
+            "model": {"config": model},
+            "micro_batch_tokens": 2000,
+            "optimizer": {"lr": 1e-30},
+        },
+        "data": {"max_prompt_tokens": 160},
+        "sampling": {"max_tokens": 64, "stop_tokens": [end]},
+        "environment": {"name": "agent", "options": {"function": f"{__name__}:asks_for_digits"}},
+        "reward": {"function": "environment"},
+    }
+    with TinyRun(Kept(GRPOConfig(prompts_per_step=4, group_size=4)), tables) as run:
+        metrics = run.step()
+        batch = run.algorithm.batch
+        again = run.ctx.actor.logprobs(batch)["old_logprobs"].padded()
+        run.ctx.finish()
+    assert metrics["actor/complete"] == 1.0 and metrics["actor/turns"] == 2.0
+    mask, made = batch["loss_mask"].padded().bool(), batch["rollout_logprobs"].padded()
+    torch.testing.assert_close(again[mask], made[mask], atol=1e-4, rtol=0)
+
+    trained = {}
+    for prompt, ids, row in zip(
+        batch["prompt_ids"], batch["response_ids"], batch["loss_mask"], strict=True
+    ):
+        trained.setdefault((*prompt.tolist(), -1, *ids.tolist()), []).append(row.tolist())
+    for said, first, second in heard["run"]:
+        # The reference renders the messages of the agent, and none of the model's.
+        begun = tokenizer.apply_chat_template(said).tolist()
+        sure = tokenizer.encode(
+            "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+        ).tolist()
+        closing = [] if int(first.ids[-1]) == end else [end]
+        between = closing + sure
+        key = (*begun, -1, *first.ids.tolist(), *between, *second.ids.tolist())
+        [mask_of, *_] = trained.pop(key)
+        assert mask_of == [1] * len(first.ids) + [0] * len(between) + [1] * len(second.ids)
+    assert not trained
