@@ -96,6 +96,8 @@ class Conversation:
             ids = self._rendered(sent, list(tools))
             self._waits = True
         reply: Future[Reply] = Future()
+        # An agent may cease to wait; the turn comes all the same.
+        reply.set_running_or_notify_cancel()
 
         def answered(done: Future[Turn]) -> None:
             try:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from hybridflow.backends.agents.conversation import Conversation, EpisodeOver, Reply
+from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver, Reply
 from hybridflow.backends.agents.parsing import FORMATS
 from hybridflow.backends.agents.rendering import ChatRenderer, Message, PlainRenderer, Renderer
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
@@ -191,7 +191,10 @@ class AgentEnvironment(Environment):
             else:
                 reward = await _in_thread(self.function, BlockingModel(conversation), row)
             self._events.put_nowait(Answer(reward=_reward(reward), done=True))
-        except Exception as error:
+        except asyncio.CancelledError:
+            self._events.put_nowait(AgentError("the agent was cancelled"))
+            raise
+        except BaseException as error:  # one that calls sys.exit must not be waited for
             self._events.put_nowait(error)
 
 
@@ -206,14 +209,17 @@ def _reward(value: Any) -> float:
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a thread of its own; one that never ends holds up nobody."""
-    done: Future[Any] = Future()
+    done: Future[tuple[Any, BaseException | None]] = Future()
     done.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            done.set_result(function(*args))
-        except BaseException as error:
-            done.set_exception(error)
+            done.set_result((function(*args), None))
+        except BaseException as error:  # as a value: a loop takes no StopIteration, for one
+            done.set_result((None, error))
 
     threading.Thread(target=work, name=THREAD, daemon=True).start()
-    return await asyncio.wrap_future(done)
+    value, error = await asyncio.wrap_future(done)
+    if error is not None:
+        raise error
+    return value

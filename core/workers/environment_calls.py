@@ -192,6 +192,8 @@ class _Loop:
                 if not limit.expired():  # its own
                     raise
                 return Answered(late=True)
+            except (SystemExit, KeyboardInterrupt) as error:
+                return Answered(error=error)  # which would end the loop, and hang all others
 
         with self._lock:  # so that nothing comes to a loop that has been stopped
             try:

@@ -191,10 +191,12 @@ class Episode:
         if answered.late and over:
             return {
                 "ids": NOTHING,
+                "prompts": False,
                 "reward": 0.0,
                 "done": False,
                 "state": "",
                 "over": True,
+                "limit": None,
             }
 
         kind = FAILED_TOOL if self.begun else FAILED_ENVIRONMENT
@@ -275,9 +277,9 @@ class Episode:
             self.outcome = COMPLETE
             return
 
-        self.limit = said.get("limit")
+        self.limit = said["limit"]
         ids = said["ids"]
-        if said.get("prompts"):
+        if said["prompts"]:
             self.request = attrs.evolve(self.request, prompt_ids=ids)
             ids = NOTHING
         # Cut off what exceeds the row's limit, which counts the environment's tokens too.

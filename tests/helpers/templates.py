@@ -97,8 +97,8 @@ FAMILIES = {
 WITH_TOOLS = ("qwen2.5", "qwen3", "llama3.1", "mistral")
 
 
-def chat_tokenizer(template: str, special: str = "qwen") -> HFTokenizer:
-    """A tokenizer with this template."""
+def with_template(template: str) -> PreTrainedTokenizerFast:
+    """As transformers has it, and a stranger's folder."""
     hf = PreTrainedTokenizerFast(
         tokenizer_object=bpe().fast,
         bos_token="<bos>",
@@ -106,8 +106,14 @@ def chat_tokenizer(template: str, special: str = "qwen") -> HFTokenizer:
         pad_token="<pad>",
         unk_token=None,
     )
-    hf.add_special_tokens({"additional_special_tokens": SPECIAL[special]})
     hf.chat_template = template
+    return hf
+
+
+def chat_tokenizer(template: str, special: str = "qwen") -> HFTokenizer:
+    """A tokenizer with this template."""
+    hf = with_template(template)
+    hf.add_special_tokens({"additional_special_tokens": SPECIAL[special]})
     return HFTokenizer(hf, "a test")
 
 

@@ -145,6 +145,15 @@ def test_one_call_at_a_time():
         model.chat(USER)
 
 
+def test_an_agent_that_ceases_to_wait_holds_nothing_up():
+    model = Model()
+    reply = model.chat(USER)
+    assert not reply.cancel()
+    model.answers("It is 3")
+    model.chat(USER, {"role": "assistant", "content": "It is 3"}, MORE)
+    assert len(model.asked) == 2 and reply.result(0).content == "It is 3"
+
+
 def test_the_end_of_the_episode_reaches_who_waits_and_who_asks_again():
     model = Model()
     reply = model.chat(USER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -107,11 +108,31 @@ def wrong(model, row):
     return "1"
 
 
+async def exits(model, row):
+    sys.exit("no more")
+
+
+def exits_in_a_thread(model, row):
+    sys.exit("no more")
+
+
+def stops_iterating(model, row):
+    return next(iter(()))
+
+
+async def cancels(model, row):
+    raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         ("fails", "raised OSError: no such file"),
         ("forgets", "raised AgentError: message 1 was .* and is now nothing"),
+        ("exits", "raised SystemExit: no more"),
+        ("exits_in_a_thread", "raised SystemExit: no more"),
+        ("stops_iterating", "StopIteration"),
+        ("cancels", "raised AgentError: the agent was cancelled"),
         ("wrong", "raised TypeError: the agent returned '1'; return a finite number, or None"),
     ],
 )

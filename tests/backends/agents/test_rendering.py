@@ -21,6 +21,10 @@ TOOL = {
 }
 
 
+MARK = "@@"
+"""Ends the content of each turn, and each argument."""
+
+
 def drawn(draws: random.Random, tools: bool, system: bool) -> list[dict]:
     """A conversation of texts without spaces at their ends, which some templates remove."""
 
@@ -31,16 +35,18 @@ def drawn(draws: random.Random, tools: bool, system: bool) -> list[dict]:
     said = [{"role": "system", "content": text()}] if system and draws.random() < 0.5 else []
     said.append({"role": "user", "content": text()})
     for _ in range(draws.randrange(1, 4)):
-        turn = {"role": "assistant", "content": text()}
+        turn = {"role": "assistant", "content": text() + MARK}
         said.append(turn)
         if tools and draws.random() < 0.5:
-            call = {"id": f"call{draws.randrange(10**9):09d}", "type": "function"}
+            ids = [f"call{draws.randrange(10**9):09d}" for _ in range(draws.choice((1, 2)))]
+            function = {"name": "add", "arguments": {"x": text() + MARK}}
             turn["tool_calls"] = [
-                call | {"function": {"name": "add", "arguments": {"x": draws.randrange(99)}}}
+                {"id": one, "type": "function", "function": function} for one in ids
             ]
-            said.append(
-                {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": text()}
-            )
+            said += [
+                {"role": "tool", "tool_call_id": one, "name": "add", "content": text()}
+                for one in ids
+            ]
         else:
             said.append({"role": "user", "content": text()})
     return said
@@ -48,12 +54,11 @@ def drawn(draws: random.Random, tools: bool, system: bool) -> list[dict]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_conversation_of_texts_has_the_tokens_of_its_template(name):
-    """The reference renders everything again, as a text. What a template writes of earlier turns once others follow is left
-    out of the comparison: only what stands after the model's last turn must be equal, to the last character."""
+    """The reference renders everything as a text; what stands after the model's last turn must be equal, to the character."""
     tokenizer, end = family(name), FAMILIES[name][2]
     renderer = ChatRenderer(tokenizer)
     draws = random.Random(name)
-    [end_id] = tokenizer.encode(end)
+    [end_id] = tokenizer.encode(end).tolist()
     for _ in range(60):
         tools = [TOOL] if name in WITH_TOOLS and draws.random() < 0.5 else []
         said = drawn(draws, bool(tools), name != "gemma2")
@@ -61,15 +66,11 @@ def test_a_conversation_of_texts_has_the_tokens_of_its_template(name):
         whole = tokenizer.hf.apply_chat_template(
             said, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
-        between = renderer.follow(int(end_id), said[last + 1 :], tools)
-        # After the model's own end of the turn, which is the last one that is not of a message that follows.
-        text = tokenizer.decode(between, skip_special=False)
-        assert text and whole.endswith(end + text)
-        assert text.count(end) == sum(
-            one["role"] != "tool" or name in ("llama3.1",) for one in said[last + 1 :]
-        ) * (name != "mistral") + (said[last + 1]["role"] == "tool" and name.startswith("qwen"))
-        cut = renderer.follow(None, said[last + 1 :], tools)
-        assert cut == [int(end_id), *between]
+        expected = whole.rpartition(MARK)[2].partition(end)[2]
+        between = renderer.follow(end_id, said[last + 1 :], tools)
+        assert expected and tokenizer.decode(between, skip_special=False) == expected
+        # A turn that its limit has cut is closed first.
+        assert renderer.follow(None, said[last + 1 :], tools) == [end_id, *between]
 
 
 def test_each_family_passes_and_those_that_change_earlier_turns_are_told():

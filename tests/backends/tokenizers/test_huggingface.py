@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers.sources import TEXTS, bpe, char
+from helpers.templates import with_template
 
 from hybridflow.backends.tokenizers.huggingface import (
     HFTokenizer,
@@ -18,16 +19,7 @@ from hybridflow.kit.testing import TokenizerConformance
 @pytest.fixture
 def hf_folder(tmp_path):
     """A folder as a stranger's: a tokenizer with a chat template and without our mark."""
-    from transformers import PreTrainedTokenizerFast
-
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=bpe().fast,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token=None,
-    )
-    hf.chat_template = (
+    hf = with_template(
         "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<bos>assistant: {% endif %}"
     )

@@ -169,8 +169,16 @@ def test_a_call_that_exits_is_answered_too(make):
     def exits():
         raise SystemExit(3)
 
-    calls.submit(0, exits)
-    assert isinstance(all_of(calls)[0].error, SystemExit)
+    async def exits_in_the_loop():
+        raise SystemExit(4)
+
+    async def answers():
+        return "said"
+
+    for key, call in enumerate((exits, exits_in_the_loop, answers)):
+        calls.submit(key, call)
+    found = all_of(calls)
+    assert [found[key].error.code for key in (0, 1)] == [3, 4] and found[2].value == "said"
 
 
 def test_drained_calls_have_ended_or_are_given_up_and_none_begins(make):
