@@ -254,6 +254,8 @@ class RayRuntime(Runtime):
         """The failed replies of `calls` that were not read yet (None: the process has
         ended)."""
         self.processes: list[RayProcess] = []
+        self._starting: list[tuple[ResourcePool, list[Any]]] = []
+        """Pools that may not have started, and the references of their ranks' joins."""
         self._groups: list[Any] = []
         """The placement groups, one per pool."""
         self._owns_ray = False
@@ -316,9 +318,9 @@ class RayRuntime(Runtime):
         return {name: value for name, value in options.items() if value is not None}
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
-        """Place one actor per device of the pool, and join them to a process group.
+        """Place one actor per device of the pool, and have them join their process groups.
 
-        Raises HybridFlowError if the pool does not fit into the cluster or does not start in time.
+        Raises HybridFlowError if the pool does not fit into the cluster.
         """
         placement = self._place(pool, device)
         threads = str(self.config.threads)
@@ -351,22 +353,27 @@ class RayRuntime(Runtime):
                 processes.append(RayProcess(pool, rank, device, start, self))
 
         self.processes += processes
-        timeout = self.config.start_timeout_s
         groups = [[processes[rank] for rank in members] for members in pool.process_groups]
-        try:
-            # A join waits for all others: every process must get its call before any is awaited.
-            joins = [join for group in groups for join in self._join(group)]
-            ray.get(joins, timeout=timeout)
-        except GetTimeoutError as error:
-            raise HybridFlowError(
-                f"the {pool.world} processes of pool {pool.name!r} did not start within "
-                f"{timeout:.0f} s (runtime.start_timeout_s)"
-            ) from error
-        except (RayActorError, RayTaskError) as error:
-            raise HybridFlowError(
-                f"a process of pool {pool.name!r} failed to start: {error}"
-            ) from error
+        joins = [join for group in groups for join in self._join(group)]
+        self._starting.append((pool, joins))
         return list(processes)
+
+    def started(self) -> None:
+        """Wait until every rank that was launched has joined its process group."""
+        starting, self._starting = self._starting, []
+        deadline = time.monotonic() + self.config.start_timeout_s
+        for pool, joins in starting:
+            try:
+                ray.get(joins, timeout=max(deadline - time.monotonic(), 0))
+            except GetTimeoutError as error:
+                raise HybridFlowError(
+                    f"the {pool.world} processes of pool {pool.name!r} did not start within "
+                    f"{self.config.start_timeout_s:g} s (runtime.start_timeout_s)"
+                ) from error
+            except (RayActorError, RayTaskError) as error:
+                raise HybridFlowError(
+                    f"a process of pool {pool.name!r} failed to start: {error}"
+                ) from error
 
     def _resources(self, count: int, device: str) -> dict[str, Any]:
         """Return the options of an actor that takes `count` devices."""

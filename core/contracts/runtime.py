@@ -157,7 +157,14 @@ class Runtime(ABC):
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
         """Start one process per device of the pool.
 
-        Each has a Host that has joined its torch.distributed group (`pool.groups`).
+        Each gets a Host that joins its torch.distributed group (`pool.groups`). May return before
+        that, so that pools start at the same time: calls to the processes wait for it.
+        """
+
+    def started(self) -> None:  # noqa: B027
+        """Wait until all processes that were launched have joined their groups.
+
+        Raises HybridFlowError where one does not start, or not in time.
         """
 
     @abstractmethod

@@ -82,9 +82,16 @@ class Pool:
         runtime: Runtime,
         device: str = "cpu",
         environment: dict[str, str] | None = None,
+        wait: bool = True,
     ) -> Pool:
-        """Start one process per device of `spec`, with these additional environment variables."""
-        return cls(spec, list(runtime.launch(spec, device, environment or {})), runtime)
+        """Start one process per device of `spec`, with these additional environment variables.
+
+        Without `wait`, `runtime.started()` is called by the caller, after its last pool.
+        """
+        pool = cls(spec, list(runtime.launch(spec, device, environment or {})), runtime)
+        if wait:
+            runtime.started()
+        return pool
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start processes in the places of expendable ones, which are a group of `spec.groups`.

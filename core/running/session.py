@@ -223,7 +223,8 @@ class Session:
             processes = f"{spec.world} process{'es' if spec.world > 1 else ''}"
             device = spec.device or job.device
             self.say(f"starting pool {name}: {processes} on {device}")
-            self.pools[name] = Pool.launch(spec, self.runtime, device)
+            self.pools[name] = Pool.launch(spec, self.runtime, device, wait=False)
+        self.runtime.started()
 
         job = self.job = self._look_at_devices()
 

@@ -111,6 +111,23 @@ def test_a_pool_that_is_larger_than_the_cluster_is_refused_at_once(ray_runtime):
     assert time.perf_counter() - started < 5
 
 
+def test_pools_start_together_and_the_one_that_is_late_is_named(ray_cluster):
+    runtime = RayRuntime(RayConfig())
+    runtime.start()
+    pools = [Pool.launch(ResourcePool(name), runtime, wait=False) for name in ("first", "second")]
+    # A process imports torch, which takes longer than this: so nothing above has waited for one.
+    runtime.config = RayConfig(start_timeout_s=0.001)
+    with pytest.raises(
+        HybridFlowError, match=r"1 processes of pool 'first' did not start within 0.001 s"
+    ):
+        runtime.started()
+    pids = {
+        WorkerGroup(Settings, pool, name=pool.spec.name).look().result()[0][0] for pool in pools
+    }
+    assert len(pids) == 2
+    runtime.shutdown()
+
+
 # Processes that die and ranks that fail while their peers wait for them
 class Mortal(Worker):
     @register(Protocol.ONE_TO_ALL)
