@@ -6,6 +6,7 @@ tokens held. Only what the agent has added becomes tokens.
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ import numpy as np
 
 from hybridflow.backends.agents.parsing import message_of
 from hybridflow.backends.agents.rendering import Message, Renderer, normalised
-from hybridflow.core.contracts.environment import Turn
+from hybridflow.core.contracts.environment import Answer, Turn
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.text import shorten
 
@@ -38,10 +39,14 @@ class Reply:
     them `reasoning_content` and `tool_calls`."""
     finish_reason: str
     """"stop", "tool_calls", or "length" where max_tokens ended it."""
+    stop: str | None
+    """The text of `chat`'s stops that ended it."""
     ids: np.ndarray
     """Its tokens, int64 [T]."""
     logprobs: np.ndarray
     """Their log-probabilities, float32 [T]."""
+    before: int
+    """Number of tokens that the model has read before."""
 
     @property
     def content(self) -> str:
@@ -55,8 +60,8 @@ class Reply:
         return list(self.message.get("tool_calls", ()))
 
 
-Ask = Callable[[Sequence[int], int | None], "Future[Turn]"]
-"""(tokens to go on after, limit of the turn) -> the model's turn."""
+Ask = Callable[[Answer], "Future[Turn]"]
+"""The tokens to go on after, and the turn's limit -> the model's turn."""
 
 
 class Conversation:
@@ -71,20 +76,33 @@ class Conversation:
         """Normalised, the model's turns among them."""
         self.tools: list[Any] = []
         self.turns = 0
+        self.keep: int | None = None
+        """Number of tokens of the model's last turn that stay; None: all."""
+        self._length = 0
+        """Number of tokens so far."""
         self._last: int | None = None
         """The token that ended the model's last turn; None where its limit did."""
         self._waits = False
         self._lock = threading.Lock()
 
     def chat(
-        self, messages: Sequence[Message], tools: Sequence[Any], max_tokens: int | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Future[Reply]:
         """Have the model answer these messages.
 
-        Raises AgentError where they do not go on from those held, DataError where they cannot be
-        rendered; the conversation is then as before.
+        stop: texts of which the first to come ends the answer, which does not have it. Its tokens
+        stay, and those after it are as if never made.
+
+        Raises AgentError where the messages do not go on from those held, DataError where they
+        cannot be rendered; the conversation is then as before.
         """
         sent = [normalised(message) for message in messages]
+        if not all(stop):
+            raise AgentError("a stop is empty; give texts")
         if max_tokens is not None and max_tokens < 1:
             raise AgentError(f"max_tokens is {max_tokens}; ask for at least one token")
         with self._lock:
@@ -95,20 +113,23 @@ class Conversation:
                 )
             ids = self._rendered(sent, list(tools))
             self._waits = True
+            self._length += len(ids)
+            asked = Answer(ids=tuple(ids), max_tokens=max_tokens, keep=self.keep)
         reply: Future[Reply] = Future()
         # An agent may cease to wait; the turn comes all the same.
         reply.set_running_or_notify_cancel()
 
         def answered(done: Future[Turn]) -> None:
             try:
-                reply.set_result(self._took(sent, list(tools), done.result()))
+                reply.set_result(self._took(sent, list(tools), stop, done.result()))
             except BaseException as error:
                 reply.set_exception(error)
 
         try:
-            self.ask(ids, max_tokens).add_done_callback(answered)
+            self.ask(asked).add_done_callback(answered)
         except BaseException:
             self._waits = False
+            self._length -= len(ids)
             raise
         return reply
 
@@ -137,18 +158,43 @@ class Conversation:
             raise AgentError("there is no message after the model's answer; send one")
         return self.renderer.follow(self._last, new, tools)
 
-    def _took(self, sent: list[dict[str, Any]], tools: list[Any], turn: Turn) -> Reply:
+    def _took(
+        self, sent: list[dict[str, Any]], tools: list[Any], stops: Sequence[str], turn: Turn
+    ) -> Reply:
         """Hold a turn of the model; return it."""
-        message = message_of(turn.text, self.format, self.turns)
-        reason = "length" if turn.cut else "tool_calls" if message.get("tool_calls") else "stop"
+        found = [(at, stop) for stop in stops if (at := turn.text.find(stop)) >= 0]
+        at, stop = min(found, default=(len(turn.text), None))
+        kept = len(turn.ids)
+        if stop is not None:
+            kept = self._tokens_to(turn, at + len(stop))
+        message = message_of(turn.text[:at], self.format, self.turns)
+        calls = "tool_calls" if message.get("tool_calls") else "stop"
+        reason = "length" if turn.cut and stop is None else calls
         with self._lock:
+            before = self._length
+            self._length += kept
             self.messages = [*sent, normalised(message)]
             self.tools = tools
             self.turns += 1
-            self._last = None if turn.cut else int(turn.ids[-1])
+            self.keep = None if kept == len(turn.ids) else kept
+            ended = not turn.cut and self.keep is None
+            self._last = int(turn.ids[-1]) if ended else None
             self._waits = False
         logprobs = np.zeros(len(turn.ids), np.float32) if turn.logprobs is None else turn.logprobs
-        return Reply(message, reason, turn.ids, logprobs)
+        return Reply(message, reason, stop, turn.ids[:kept], logprobs[:kept], before)
+
+    def _tokens_to(self, turn: Turn, length: int) -> int:
+        """Return how many tokens of a turn its first `length` characters need."""
+        decode = self.renderer.tokenizer.decode
+        counts = range(1, len(turn.ids) + 1)
+        # Half of a character is decoded as another one, so that texts are compared.
+        return counts[
+            bisect.bisect_left(
+                counts,
+                True,
+                key=lambda count: decode(turn.ids[:count]).startswith(turn.text[:length]),
+            )
+        ]
 
 
 def _compared(message: Message) -> tuple[Any, ...]:

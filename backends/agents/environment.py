@@ -20,6 +20,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver, Reply
+from hybridflow.backends.agents.endpoint import endpoint
 from hybridflow.backends.agents.parsing import FORMATS
 from hybridflow.backends.agents.rendering import ChatRenderer, Message, PlainRenderer, Renderer
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
@@ -32,41 +33,89 @@ THREAD = "agent"
 """Name of the threads of functions that are not `async`."""
 
 
-class Model:
-    """The model as an `async` agent has it."""
+class Reached:
+    """Where other programs reach the model, in their own clients' formats."""
 
     def __init__(self, conversation: Conversation):
         self._conversation = conversation
+        self._key: str | None = None
+        self._lock = threading.Lock()
+        self._over = False
+
+    @property
+    def url(self) -> str:
+        """The base URL for clients of OpenAI, on this machine alone.
+
+        Raises HybridFlowError where the packages of the extra `agents` are missing.
+        """
+        return f"{endpoint().url}/v1"
+
+    @property
+    def key(self) -> str:
+        """The episode's API key, which ends with it."""
+        with self._lock:
+            if self._over:
+                raise EpisodeOver("the episode has ended")
+            if self._key is None:
+                self._key = endpoint().open(self._conversation)
+            return self._key
+
+    @property
+    def keep(self) -> int | None:
+        """Answer.keep of the model's last turn."""
+        return self._conversation.keep
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables by which the clients of OpenAI and Anthropic find it."""
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": endpoint().url,
+            "ANTHROPIC_API_KEY": self.key,
+        }
+
+    def end(self) -> None:
+        """End the key, if there is one."""
+        with self._lock:
+            self._over = True
+            key, self._key = self._key, None
+        if key is not None:
+            endpoint().close(key)
+
+
+class Model(Reached):
+    """The model as an `async` agent has it."""
 
     async def chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] = (),
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """Have the model answer; `messages` are all of the conversation, its own answers included.
 
-        tools: as in OpenAI's chat completions; max_tokens: limit of this answer, below the run's.
-        Raises AgentError, and EpisodeOver where a limit of the episode is reached.
+        tools: as in OpenAI's chat completions; max_tokens: limit of this answer, below the run's;
+        stop: texts that end it, of which it has none. Raises AgentError, and EpisodeOver where a
+        limit of the episode is reached.
         """
-        asked = self._conversation.chat(messages, tools, max_tokens)
+        asked = self._conversation.chat(messages, tools, max_tokens, stop)
         return await asyncio.wrap_future(asked)
 
 
-class BlockingModel:
+class BlockingModel(Reached):
     """The model as an agent has it that is no `async` function, in a thread of its own."""
-
-    def __init__(self, conversation: Conversation):
-        self._conversation = conversation
 
     def chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] = (),
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """Have the model answer, and wait for that; see Model.chat."""
-        return self._conversation.chat(messages, tools, max_tokens).result()
+        return self._conversation.chat(messages, tools, max_tokens, stop).result()
 
 
 class AgentEnvironment(Environment):
@@ -123,6 +172,7 @@ class AgentEnvironment(Environment):
         self._task: asyncio.Task[None] | None = None
         self._events: asyncio.Queue[Answer | BaseException]
         """What the agent does, in its order: it asks, is done, or has raised."""
+        self._model: Model | BlockingModel | None = None
         self._asked: Future[Turn] | None = None
         self._over = False
         self._lock = threading.Lock()
@@ -144,7 +194,9 @@ class AgentEnvironment(Environment):
         row = {"prompt": start.prompt, **start.meta}
         self._loop = asyncio.get_running_loop()
         self._events = asyncio.Queue()
-        self._task = self._loop.create_task(self._play(conversation, row))
+        is_async = inspect.iscoroutinefunction(self.function)
+        self._model = Model(conversation) if is_async else BlockingModel(conversation)
+        self._task = self._loop.create_task(self._play(self._model, row))
         return await self._next()
 
     async def step(self, turn: Turn) -> Answer:  # type: ignore[override]
@@ -154,10 +206,12 @@ class AgentEnvironment(Environment):
         return await self._next()
 
     def close(self) -> None:
-        """End the agent: its calls raise EpisodeOver, and an `async` one is cancelled."""
+        """End the agent and its key: its calls raise EpisodeOver, an `async` one is cancelled."""
         with self._lock:
             self._over = True
             asked, loop, task = self._asked, self._loop, self._task
+        if self._model is not None:
+            self._model.end()
         if asked is not None:
             with contextlib.suppress(InvalidStateError):  # it has been answered
                 asked.set_exception(EpisodeOver("the episode has ended"))
@@ -171,26 +225,26 @@ class AgentEnvironment(Environment):
             raise event
         return event
 
-    def _ask(self, ids: Sequence[int], max_tokens: int | None) -> Future[Turn]:
-        """Ask for a turn of the model after these tokens, from any thread."""
+    def _ask(self, answer: Answer) -> Future[Turn]:
+        """Ask for a turn of the model after an answer's tokens, from any thread."""
         assert self._loop is not None
         asked: Future[Turn] = Future()
         with self._lock:
             if self._over:
                 raise EpisodeOver("the episode has ended")
             self._asked = asked
-            answer = Answer(ids=tuple(ids), max_tokens=max_tokens)
             self._loop.call_soon_threadsafe(self._events.put_nowait, answer)
         return asked
 
-    async def _play(self, conversation: Conversation, row: Mapping[str, Any]) -> None:
+    async def _play(self, model: Model | BlockingModel, row: Mapping[str, Any]) -> None:
         """Run the agent to its end."""
         try:
-            if inspect.iscoroutinefunction(self.function):
-                reward = await self.function(Model(conversation), row)
+            if isinstance(model, Model):
+                reward = await self.function(model, row)
             else:
-                reward = await _in_thread(self.function, BlockingModel(conversation), row)
-            self._events.put_nowait(Answer(reward=_reward(reward), done=True))
+                reward = await _in_thread(self.function, model, row)
+            done = Answer(reward=_reward(reward), done=True, keep=model.keep)
+            self._events.put_nowait(done)
         except asyncio.CancelledError:
             self._events.put_nowait(AgentError("the agent was cancelled"))
             raise

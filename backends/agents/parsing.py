@@ -34,7 +34,8 @@ def message_of(text: str, tools: str, turn: int) -> dict[str, Any]:
     if calls:
         made["tool_calls"] = [
             {
-                "id": f"call{turn:05d}{number:04d}",
+                # Nine letters and digits: Mistral's template takes no others.
+                "id": f"c{turn:05d}{number:03d}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments)},
             }

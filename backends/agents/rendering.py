@@ -239,11 +239,12 @@ def content(message: Message) -> str:
     if isinstance(found, str):
         return found
     texts = []
-    for part in found:
-        if part.get("type") not in ("text", "input_text", "output_text"):
-            raise DataError(
-                f"a message has a part of type {part.get('type')!r}; only text can be rendered"
-            )
+    for part in found if isinstance(found, list) else [found]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text"):
+            raise DataError(f"a message has a part of type {kind!r}; only text can be rendered")
+        if not isinstance(part.get("text"), str):
+            raise DataError(f"a message has the part {shorten(str(part))}, without a text")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -261,19 +262,23 @@ def normalised(message: Message) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             made[name] = message[name]
-    if message.get("tool_calls"):
-        made["tool_calls"] = [
-            {
-                "id": call.get("id", ""),
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": _arguments(call["function"].get("arguments")),
-                },
-            }
-            for call in message["tool_calls"]
-        ]
+    if calls := message.get("tool_calls"):
+        try:
+            made["tool_calls"] = [_normalised_call(call) for call in calls]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"tool_calls is {shorten(str(calls))}; a call is {{id, type, function: {{name, "
+                "arguments}}"
+            ) from error
     return made
+
+
+def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = {
+        "name": call["function"]["name"],
+        "arguments": _arguments(call["function"].get("arguments")),
+    }
+    return {"id": call.get("id", ""), "type": "function", "function": function}
 
 
 def _arguments(given: Any) -> Any:

@@ -197,6 +197,7 @@ class Episode:
                 "state": "",
                 "over": True,
                 "limit": None,
+                "keep": None,
             }
 
         kind = FAILED_TOOL if self.begun else FAILED_ENVIRONMENT
@@ -207,7 +208,7 @@ class Episode:
         else:
             answer = answered.value
             kind = FAILED_ENVIRONMENT
-            problem = _contract_problem(answer, self.spec.tokenizer)
+            problem = _contract_problem(answer, self.turn, self.spec.tokenizer)
 
         prompts = not self.begun and getattr(self.attempt.environment, "own_prompt", False)
         if not problem:
@@ -228,6 +229,7 @@ class Episode:
             "state": answer.state,
             "over": over,
             "limit": answer.max_tokens,
+            "keep": answer.keep,
         }
 
     def _encode(self, answer: Answer) -> np.ndarray:
@@ -272,6 +274,7 @@ class Episode:
         self.begun = True
         # The answer to a turn has the turn's reward.
         if not first:
+            self._keep(said["keep"])
             self.rewards.append(said["reward"])
         if said["done"]:
             self.outcome = COMPLETE
@@ -347,6 +350,14 @@ class Episode:
         self.turn = Turn(len(self.rewards), text, new, ended, cut, logprobs)
         return True
 
+    def _keep(self, count: int | None) -> None:
+        """Leave out what the last turn has after its first `count` tokens."""
+        if count is None or self.turn is None:
+            return
+        end = len(self.ids) - len(self.turn.ids) + count
+        self.ids, self.logprobs = self.ids[:end], self.logprobs[:end]
+        self.versions, self.turns = self.versions[:end], self.turns[:end]
+
     def _put(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, turn: int) -> None:
         self.ids = np.concatenate([self.ids, ids])
         self.logprobs = np.concatenate([self.logprobs, logprobs.astype(np.float32)])
@@ -354,7 +365,7 @@ class Episode:
         self.turns = np.concatenate([self.turns, np.full(len(ids), turn)])
 
 
-def _contract_problem(answer: Any, tokenizer: Tokenizer) -> str:
+def _contract_problem(answer: Any, turn: Turn | None, tokenizer: Tokenizer) -> str:
     """Return what an environment returned instead of an answer, in words; empty for an answer."""
     if not isinstance(answer, Answer):
         return f"returned {answer!r:.80}; return an Answer"
@@ -369,6 +380,9 @@ def _contract_problem(answer: Any, tokenizer: Tokenizer) -> str:
         return f"answered with the token {wrong[0]!r}; the tokenizer has 0 to {last}"
     if answer.max_tokens is not None and answer.max_tokens < 1:
         return f"gave max_tokens = {answer.max_tokens!r}; give at least 1, or None"
+    if answer.keep is not None and (turn is None or not 1 <= answer.keep <= len(turn.ids)):
+        made = "no turn was made" if turn is None else f"the turn has {len(turn.ids)} tokens"
+        return f"gave keep = {answer.keep!r}; {made}: give 1 or more of them, or None"
     return ""
 
 

@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
-import numpy as np
 import pytest
-from helpers.templates import family
+from helpers.conversations import CALL, END, TOKENIZER, ScriptedModel
 
 from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver
 from hybridflow.backends.agents.rendering import ChatRenderer
-from hybridflow.core.contracts.environment import Turn
 from hybridflow.core.errors import DataError
 
-TOKENIZER = family("qwen2.5")
-END = int(TOKENIZER.encode("<|im_end|>")[0])
 USER = {"role": "user", "content": "1+2?"}
 MORE = {"role": "user", "content": "Sure?"}
 TOOL = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
 }
-CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
-
-
-class Model:
-    """Answers as the test says; keeps what it was asked."""
-
-    def __init__(self):
-        self.asked: list[tuple[list[int], int | None]] = []
-        self.futures: list[Future] = []
-        self.conversation = Conversation(ChatRenderer(TOKENIZER), "hermes", self.ask)
-
-    def ask(self, ids, max_tokens):
-        self.asked.append((list(ids), max_tokens))
-        self.futures.append(Future())
-        return self.futures[-1]
-
-    def answers(self, text: str, cut: bool = False) -> Turn:
-        ids = np.array([*TOKENIZER.encode(text), *([] if cut else [END])])
-        turn = Turn(0, text, ids, not cut, cut, np.full(len(ids), -0.5, np.float32))
-        self.futures[-1].set_result(turn)
-        return turn
-
-    def chat(self, *messages, tools=(), max_tokens=None):
-        return self.conversation.chat(messages, tools, max_tokens)
-
-    def texts(self) -> list[str]:
-        return [TOKENIZER.decode(ids, skip_special=False) for ids, _ in self.asked]
 
 
 def test_a_later_call_goes_on_after_the_models_own_tokens():
-    model = Model()
+    model = ScriptedModel()
     reply = model.chat(USER, max_tokens=7)
     turn = model.answers("It is 3")
     reply = reply.result(0)
     assert (reply.content, reply.finish_reason, reply.tool_calls) == ("It is 3", "stop", [])
-    assert reply.ids is turn.ids and reply.logprobs.tolist() == [-0.5] * len(turn.ids)
+    assert reply.ids.tolist() == turn.ids.tolist() and reply.logprobs.tolist() == [-0.5] * len(
+        turn.ids
+    )
     # As clients send it back, with fields of their own.
     again = {"role": "assistant", "content": [{"type": "text", "text": "It is 3"}], "refusal": None}
     model.chat(USER, again, MORE)
@@ -64,11 +33,11 @@ def test_a_later_call_goes_on_after_the_models_own_tokens():
         "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n",
         "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
     ]
-    assert [limit for _, limit in model.asked] == [7, None]
+    assert [one.max_tokens for one in model.asked] == [7, None]
 
 
 def test_a_turn_that_was_cut_is_closed_by_the_template():
-    model = Model()
+    model = ScriptedModel()
     reply = model.chat(USER, max_tokens=2)
     model.answers("It is", cut=True)
     assert reply.result(0).finish_reason == "length"
@@ -79,7 +48,7 @@ def test_a_turn_that_was_cut_is_closed_by_the_template():
 
 
 def test_results_of_tools_follow_their_calls_whatever_id_the_client_gives_them():
-    model = Model()
+    model = ScriptedModel()
     reply = model.chat(USER, tools=[TOOL])
     model.answers(f"<think>\nhm\n</think>\n\n{CALL}")
     reply = reply.result(0)
@@ -119,7 +88,7 @@ REPLY = {"role": "assistant", "content": "It is 3"}
 def test_what_does_not_go_on_from_the_conversation_is_refused_and_changes_nothing(
     messages, more, said
 ):
-    model = Model()
+    model = ScriptedModel()
     model.chat(USER)
     model.answers("It is 3")
     with pytest.raises(AgentError, match=said):
@@ -129,7 +98,7 @@ def test_what_does_not_go_on_from_the_conversation_is_refused_and_changes_nothin
 
 
 def test_messages_that_cannot_be_rendered_change_nothing():
-    model = Model()
+    model = ScriptedModel()
     with pytest.raises(AgentError, match="no message"):
         model.chat()
     with pytest.raises(DataError, match="type 'image_url'"):
@@ -139,14 +108,14 @@ def test_messages_that_cannot_be_rendered_change_nothing():
 
 
 def test_one_call_at_a_time():
-    model = Model()
+    model = ScriptedModel()
     model.chat(USER)
     with pytest.raises(AgentError, match="asked again before it has answered"):
         model.chat(USER)
 
 
 def test_an_agent_that_ceases_to_wait_holds_nothing_up():
-    model = Model()
+    model = ScriptedModel()
     reply = model.chat(USER)
     assert not reply.cancel()
     model.answers("It is 3")
@@ -155,19 +124,19 @@ def test_an_agent_that_ceases_to_wait_holds_nothing_up():
 
 
 def test_the_end_of_the_episode_reaches_who_waits_and_who_asks_again():
-    model = Model()
+    model = ScriptedModel()
     reply = model.chat(USER)
     model.futures[-1].set_exception(EpisodeOver("the episode has ended"))
     with pytest.raises(EpisodeOver):
         reply.result(0)
 
-    def over(ids, max_tokens):
+    def over(answer):
         raise EpisodeOver("the episode has ended")
 
     conversation = Conversation(ChatRenderer(TOKENIZER), "hermes", over)
     for _ in range(2):
         with pytest.raises(EpisodeOver):
-            conversation.chat([USER], (), None)
+            conversation.chat([USER])
 
 
 def test_a_turn_that_cannot_be_read_is_an_error_for_who_waits(monkeypatch):
@@ -175,8 +144,32 @@ def test_a_turn_that_cannot_be_read_is_an_error_for_who_waits(monkeypatch):
         raise ValueError("no such format")
 
     monkeypatch.setattr("hybridflow.backends.agents.conversation.message_of", broken)
-    model = Model()
+    model = ScriptedModel()
     reply = model.chat(USER)
     model.answers("It is 3")
     with pytest.raises(ValueError, match="no such format"):
         reply.result(0)
+
+
+def test_a_stop_of_several_tokens_ends_the_answer_at_the_token_that_completes_it():
+    model = ScriptedModel("I look.\nObservation: 3\nSo 3")
+    reply = model.chat(USER, stop=["So", "Observation:"]).result(0)
+    assert (reply.content, reply.stop, reply.finish_reason) == ("I look.\n", "Observation:", "stop")
+    # The shortest beginning of what was sampled that has the stop.
+    sampled = [*TOKENIZER.encode("I look.\nObservation: 3\nSo 3").tolist(), END]
+    count = next(
+        count
+        for count in range(len(sampled))
+        if "Observation:" in TOKENIZER.decode(sampled[:count])
+    )
+    assert reply.ids.tolist() == sampled[:count] and len(reply.logprobs) == count
+    model.script = ["Yes"]
+    model.chat(USER, reply.message, MORE, stop=["Observation:"])
+    assert [one.keep for one in model.asked] == [None, count]
+    # The turn did not end by itself, so its end stands before the next message.
+    assert model.texts()[1].startswith("<|im_end|>\n<|im_start|>user\nSure?")
+    prompt = TOKENIZER.apply_chat_template([USER]).tolist()
+    assert model.row[: len(prompt) + count] == [*prompt, *sampled[:count]]
+    assert model.conversation.keep is None
+    with pytest.raises(AgentError, match="a stop is empty"):
+        model.chat(USER, stop=[""])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
+import openai
 import pytest
 import torch
 from helpers.episodes import END, STOP_ID, request
 from helpers.sources import char
 from helpers.steps import Watched
 from helpers.templates import family
+from openai.types.chat.chat_completion import Choice
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.backends.agents.conversation import EpisodeOver
@@ -89,6 +92,83 @@ def test_an_agent_and_its_model_take_turns(speaker, function, free):
             ended = int(reply.ids[-1]) in (END, STOP_ID)
             assert reply.finish_reason == ("stop" if ended else "length") and len(reply.ids) <= 2
     assert not [one for one in threading.enumerate() if one.name == THREAD]
+
+
+STOPS = ["11", "12", "5", "6", "7", "8", "9", "+1"]
+
+
+async def is_a_client(model, row):
+    """As `counts`, by OpenAI's client."""
+    client = openai.AsyncOpenAI(base_url=model.url, api_key=model.key)
+    said = [{"role": "user", "content": f"{row['prompt']}+"}]
+    for number in range(2):
+        made = await client.chat.completions.create(
+            model="m", messages=said, max_tokens=4, stop=STOPS, logprobs=True
+        )
+        heard.setdefault(row["name"], []).append(made.choices[0])
+        said += [made.choices[0].message, {"role": "user", "content": f"{number}+"}]
+    heard.setdefault("keys", []).append((model.url, model.key))
+    return 1.5
+
+
+PROGRAM = """
+import json, os, urllib.request
+said = [{"role": "user", "content": "1+2+"}]
+for number in range(2):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": said, "max_tokens": 4, "stop": os.environ["STOPS"].split(), "logprobs": True}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    choice = json.load(urllib.request.urlopen(request))["choices"][0]
+    print(json.dumps(choice))
+    said += [choice["message"], {"role": "user", "content": f"{number}+"}]
+"""
+
+
+def is_a_program(model, row):
+    made = subprocess.run(
+        [sys.executable, "-Ic", PROGRAM],
+        env={**model.variables, "STOPS": " ".join(STOPS)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    heard[row["name"]] = [Choice.model_validate_json(line) for line in made.stdout.splitlines()]
+    heard.setdefault("keys", []).append((model.url, model.key))
+    return 1.5
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("function", ["is_a_client", "is_a_program"])
+def test_a_program_that_knows_nothing_of_us_plays_by_its_own_client(speaker, function, free):
+    heard.clear()
+    made = play(speaker, function, rows=4, free=free)
+    assert made["outcome"].values == ["complete"] * 4
+    stopped = 0
+    for row in range(4):
+        ids, mask, logprobs = (
+            list(made[name])[row] for name in ("response_ids", "loss_mask", "rollout_logprobs")
+        )
+        choices = heard[str(row)]
+        told = [one for choice in choices for one in choice.logprobs.content]
+        # Every token that the client was told of, and no other, is trained.
+        assert [DIGITS.decode([token]) for token in ids[mask.bool()]] == [one.token for one in told]
+        assert logprobs[mask.bool()].tolist() == pytest.approx([one.logprob for one in told])
+        sent = ids[~mask.bool()]
+        assert DIGITS.decode(sent) == "0+"
+        for choice in choices:
+            text = "".join(one.token for one in choice.logprobs.content)
+            content = choice.message.content
+            assert text == content or text.removeprefix(content) in STOPS
+            assert not [stop for stop in STOPS if stop in content]
+            stopped += text != content
+    assert stopped
+    # The keys have ended with their episodes.
+    assert len(set(heard["keys"])) == 4
+    for url, key in heard["keys"]:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key=key).models.list()
 
 
 def fails(model, row):

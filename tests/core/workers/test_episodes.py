@@ -113,6 +113,8 @@ class Wrong(Environment):
         (Answer(ids=(ONE, 99)), "answered with the token 99; the tokenizer has 0 to"),
         (Answer("1", ids=(ONE,)), "answered with a text and with ids; give one of them"),
         (Answer("1", max_tokens=0), "gave max_tokens = 0; give at least 1, or None"),
+        (Answer("1", keep=0), "gave keep = 0; the turn has 2 tokens: give 1 or more of them"),
+        (Answer("1", keep=3), "gave keep = 3; the turn has 2 tokens: give 1 or more of them"),
     ],
 )
 def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
@@ -129,13 +131,13 @@ class Own(Environment):
 
     own_prompt = True
 
-    def __init__(self, prompt=(TWO, PLUS)):
-        self.prompt = tuple(prompt)
+    def __init__(self, prompt=(TWO, PLUS), keep=None):
+        self.prompt, self.keep = tuple(prompt), keep
         self.seen = []
 
     def reset(self, start):
         self.start = start
-        return Answer(ids=self.prompt, max_tokens=2)
+        return Answer(ids=self.prompt, max_tokens=2, keep=self.keep)
 
     def step(self, turn):
         self.seen.append(turn)
@@ -162,6 +164,38 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own_in_tokens():
     assert [row.tolist() for row in made["prompt_ids"]] == [[TWO, PLUS], [1, ONE, PLUS, TWO]]
     assert next(iter(made["response_ids"])).tolist() == [ONE, END, PLUS, TWO]
     assert next(iter(made["loss_mask"])).tolist() == [1, 1, 0, 0]
+
+
+class Short(Environment):
+    """Keeps the first two tokens of the first turn, and one of the last."""
+
+    def step(self, turn):
+        return Answer("12", keep=2) if turn.number == 0 else Answer(done=True, keep=1)
+
+
+def test_an_answer_leaves_out_what_a_turn_has_after_its_first_tokens():
+    one = Episode(Episodes(EnvironmentSection(f"{__name__}:Short"), DIGITS), request(), {}, ())
+    hears(one)
+    says(one, ONE, PLUS, TWO, END)
+    hears(one)
+    following = one.next_request()
+    assert following.prefix_ids.tolist() == [ONE, PLUS, ONE, TWO]
+    assert len(following.prefix_logprobs) == len(following.prefix_versions) == 4
+    says(one, TWO, TWO)
+    hears(one)
+    made = episode_batch([one])
+    names = ("response_ids", "loss_mask", "turn", "rollout_logprobs", "weight_version")
+    row = {name: list(made[name]) for name in names}
+    assert row["response_ids"][0].tolist() == [ONE, PLUS, ONE, TWO, TWO]
+    assert row["loss_mask"][0].tolist() == [1, 1, 0, 0, 1]
+    assert row["turn"][0].tolist() == [0, 0, -1, -1, 1]
+    assert len(row["rollout_logprobs"][0]) == len(row["weight_version"][0]) == 5
+
+
+def test_a_turn_that_is_not_there_has_nothing_to_keep():
+    one = owning(keep=1)
+    with pytest.raises(EnvironmentFailure, match="gave keep = 1; no turn was made"):
+        hears(one)
 
 
 def test_an_answer_limits_the_turn_that_follows_which_the_environment_sees_cut():

@@ -1,0 +1,102 @@
+"""OpenAI's chat completions, as POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hybridflow.backends.agents.api import Api, Asked, Object, count, listed, new_id, refuse, texts
+from hybridflow.backends.agents.conversation import Reply
+
+ERRORS = {401: "authentication_error", 404: "not_found_error"}
+"""Status -> the type of an error; others are "invalid_request_error"."""
+
+
+class ChatCompletions(Api):
+    """The format in which conversations are held, too."""
+
+    path = "/v1/chat/completions"
+    fields = frozenset(
+        {
+            "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "logprobs",
+            "top_logprobs", "n",
+        }
+    )  # fmt: skip
+    usual = {
+        "tool_choice": ("auto",),
+        "parallel_tool_calls": (True,),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+    }
+
+    def read(self, body: Mapping[str, Any], earlier: Mapping[str, Sequence[Object]]) -> Asked:
+        """Return what is asked."""
+        refuse(body, n=(1,), top_logprobs=(0,))
+        return Asked(
+            body,
+            listed(body, "messages"),
+            listed(body, "tools"),
+            count(body, "max_completion_tokens", "max_tokens"),
+            texts(body, "stop"),
+        )
+
+    def write(self, asked: Asked, reply: Reply, decode: Callable[[Sequence[int]], str]) -> Object:
+        """Return a chat completion."""
+        message = {**reply.message, "refusal": None}
+        if reply.tool_calls:
+            message["content"] = reply.content or None
+        logprobs = None
+        if asked.body.get("logprobs"):
+            logprobs = {"content": token_logprobs(reply, decode), "refusal": None}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": reply.finish_reason,
+            "logprobs": logprobs,
+        }
+        made = len(reply.ids)
+        return {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": asked.model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": reply.before,
+                "completion_tokens": made,
+                "total_tokens": reply.before + made,
+            },
+        }
+
+    def events(self, answer: Object, asked: Asked) -> Iterator[tuple[str, Any]]:
+        """Yield a chunk with the whole message, one with its end, and its usage if asked for."""
+        (choice,) = answer["choices"]
+        delta = {name: value for name, value in choice["message"].items() if value is not None}
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        head = {**answer, "object": "chat.completion.chunk"}
+        usage = head.pop("usage")
+        part = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+        yield "", {**head, "choices": [part]}
+        end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield "", {**head, "choices": [end]}
+        if (asked.body.get("stream_options") or {}).get("include_usage"):
+            yield "", {**head, "choices": [], "usage": usage}
+        yield "", "[DONE]"
+
+    def error(self, status: int, text: str) -> Object:
+        """Return an error as OpenAI's clients read it."""
+        kind = ERRORS.get(status, "invalid_request_error")
+        return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+
+
+def token_logprobs(reply: Reply, decode: Callable[[Sequence[int]], str]) -> list[Object]:
+    """Return the tokens' texts and log-probabilities; a token may be half of a character."""
+    made = []
+    for token, logprob in zip(reply.ids.tolist(), reply.logprobs.tolist(), strict=True):
+        text = decode([token])
+        made.append(
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        )
+    return made
