@@ -23,6 +23,7 @@ from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.groups.group import Future
 from hybridflow.core.values.batch import Batch, PromisedTable, View
+from hybridflow.core.values.branches import BRANCHES
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import COMPLETE
@@ -224,6 +225,7 @@ class _Model:
             "episode_return": self._scores(rows),
             "turn_rewards": [[0.0] for _ in range(rows)],
             "turn_states": [["state"] for _ in range(rows)],
+            BRANCHES: [[] for _ in range(rows)],
         }
         # Engines generate ahead, in a pool of their own.
         return recorder.result("", "generate", Batch(columns), prompts.select(EPISODE_READS))

@@ -70,8 +70,11 @@ class AnthropicMessages(Api):
         function["parameters"] = tool["input_schema"]
         return {"type": "function", "function": function}
 
-    def write(self, asked: Asked, reply: Reply, decode: Callable[[Sequence[int]], str]) -> Object:
+    def write(
+        self, asked: Asked, replies: Sequence[Reply], decode: Callable[[Sequence[int]], str]
+    ) -> Object:
         """Return a message; its thinking is told where that was asked for."""
+        (reply,) = replies
         blocks: list[Object] = []
         thinking = reply.message.get("reasoning_content")
         wanted = (asked.body.get("thinking") or {}).get("type", "disabled") != "disabled"

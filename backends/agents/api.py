@@ -1,7 +1,7 @@
 """What the endpoint's formats have in common: from a client's JSON to a call of the model and back.
 
 read     the body -> Asked: messages and tools in the form of OpenAI's chat completions
-write    Reply    -> the body of the answer
+write    Replies  -> the body of the answer
 events   the same as a stream's events, in one piece each
 """
 
@@ -37,6 +37,8 @@ class Asked:
     tools: Sequence[Object] = ()
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    samples: int = 1
+    """Number of answers."""
     goes_on_from: Sequence[Object] | None = None
     """The messages to which a later call can refer by the answer's id; None where none can."""
 
@@ -63,8 +65,10 @@ class Api(ABC):
         """
 
     @abstractmethod
-    def write(self, asked: Asked, reply: Reply, decode: Callable[[Sequence[int]], str]) -> Object:
-        """Return the answer; decode: from tokens to text."""
+    def write(
+        self, asked: Asked, replies: Sequence[Reply], decode: Callable[[Sequence[int]], str]
+    ) -> Object:
+        """Return the answer of `samples` replies; decode: from tokens to text."""
 
     @abstractmethod
     def events(self, answer: Object, asked: Asked) -> Iterator[tuple[str, Any]]:
@@ -99,11 +103,11 @@ def listed(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def count(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these fields that is there, a number of tokens. Raises AgentError."""
+    """Return the first of these fields that is there, a number from 1 on. Raises AgentError."""
     for name in names:
         if (value := body.get(name)) is not None:
             if not isinstance(value, int) or value < 1:
-                raise AgentError(f"{name} is {value!r}; ask for at least one token")
+                raise AgentError(f"{name} is {value!r}; ask for 1 at least")
             return value
     return None
 

@@ -32,55 +32,63 @@ class ChatCompletions(Api):
 
     def read(self, body: Mapping[str, Any], earlier: Mapping[str, Sequence[Object]]) -> Asked:
         """Return what is asked."""
-        refuse(body, n=(1,), top_logprobs=(0,))
+        refuse(body, top_logprobs=(0,))
         return Asked(
             body,
             listed(body, "messages"),
             listed(body, "tools"),
             count(body, "max_completion_tokens", "max_tokens"),
             texts(body, "stop"),
+            samples=count(body, "n") or 1,
         )
 
-    def write(self, asked: Asked, reply: Reply, decode: Callable[[Sequence[int]], str]) -> Object:
+    def write(
+        self, asked: Asked, replies: Sequence[Reply], decode: Callable[[Sequence[int]], str]
+    ) -> Object:
         """Return a chat completion."""
-        message = {**reply.message, "refusal": None}
-        if reply.tool_calls:
-            message["content"] = reply.content or None
-        logprobs = None
-        if asked.body.get("logprobs"):
-            logprobs = {"content": token_logprobs(reply, decode), "refusal": None}
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": reply.finish_reason,
-            "logprobs": logprobs,
-        }
-        made = len(reply.ids)
+        choices = []
+        for index, reply in enumerate(replies):
+            message = {**reply.message, "refusal": None}
+            if reply.tool_calls:
+                message["content"] = reply.content or None
+            logprobs = None
+            if asked.body.get("logprobs"):
+                logprobs = {"content": token_logprobs(reply, decode), "refusal": None}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "finish_reason": reply.finish_reason,
+                    "logprobs": logprobs,
+                }
+            )
+        before, made = replies[0].before, sum(len(reply.ids) for reply in replies)
         return {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion",
             "created": int(time.time()),
             "model": asked.model,
-            "choices": [choice],
+            "choices": choices,
             "usage": {
-                "prompt_tokens": reply.before,
+                "prompt_tokens": before,
                 "completion_tokens": made,
-                "total_tokens": reply.before + made,
+                "total_tokens": before + made,
             },
         }
 
     def events(self, answer: Object, asked: Asked) -> Iterator[tuple[str, Any]]:
-        """Yield a chunk with the whole message, one with its end, and its usage if asked for."""
-        (choice,) = answer["choices"]
-        delta = {name: value for name, value in choice["message"].items() if value is not None}
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        """Yield chunks: each choice's message, its end, and the usage if asked for."""
         head = {**answer, "object": "chat.completion.chunk"}
         usage = head.pop("usage")
-        part = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-        yield "", {**head, "choices": [part]}
-        end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield "", {**head, "choices": [end]}
+        for choice in answer["choices"]:
+            delta = {name: value for name, value in choice["message"].items() if value is not None}
+            if calls := delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+            part = {**choice, "delta": delta, "finish_reason": None}
+            del part["message"]
+            yield "", {**head, "choices": [part]}
+            end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+            yield "", {**head, "choices": [end]}
         if (asked.body.get("stream_options") or {}).get("include_usage"):
             yield "", {**head, "choices": [], "usage": usage}
         yield "", "[DONE]"

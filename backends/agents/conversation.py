@@ -1,15 +1,25 @@
 """One episode's messages and tokens, as an agent makes them by asking the model.
 
-A call whose messages begin with those held, the model's own turns among them, goes on after the
-tokens held. Only what the agent has added becomes tokens.
+A call whose messages begin with those of an earlier one and the model's answer goes on after its
+tokens: only what the agent has added becomes tokens. So calls form a tree, of which a history that
+was changed begins another:
+
+    system, user -> turn 0 -> tool -> turn 1       goes on
+                           -> user -> turn 2       goes on from turn 0
+                 -> turn 3                         the same question once more
+    system, summary -> turn 4                      a conversation of its own
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
+import json
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import attrs
@@ -19,7 +29,7 @@ from hybridflow.backends.agents.parsing import message_of
 from hybridflow.backends.agents.rendering import Message, Renderer, normalised
 from hybridflow.core.contracts.environment import Answer, Turn
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.values.text import shorten
+from hybridflow.core.values.branches import ALONE
 
 
 class AgentError(HybridFlowError):
@@ -64,25 +74,51 @@ Ask = Callable[[Answer], "Future[Turn]"]
 """The tokens to go on after, and the turn's limit -> the model's turn."""
 
 
+@attrs.frozen
+class _Point:
+    """A place in the row at which a later call can go on."""
+
+    at: int
+    """Index of its last token, as in Answer.after."""
+    size: int
+    """Number of tokens up to it, the prompt's among them."""
+    turn: bool
+    """Whether it is the end of a turn of the model, or stands before one."""
+    last: int | None = None
+    """The token that ended the turn; None where its limit did."""
+
+
+@attrs.define(eq=False)
+class _Call:
+    sent: list[dict[str, Any]]
+    tools: list[Any]
+    max_tokens: int | None
+    stop: Sequence[str]
+    reply: Future[Reply] = attrs.field(factory=Future)
+    keys: list[bytes] = attrs.field(factory=list)
+    """Digests of its tools, and of them and its messages up to each one."""
+
+
 class Conversation:
-    """The messages and tokens of one episode. One call at a time, from any thread."""
+    """The messages and tokens of one episode.
+
+    Calls may come from any thread. The model answers them one after the other, in their order.
+    """
 
     def __init__(self, renderer: Renderer, tools: str, ask: Ask):
         """tools: the format of the model's calls (parsing.py)."""
         self.renderer = renderer
         self.format = tools
         self.ask = ask
-        self.messages: list[dict[str, Any]] = []
-        """Normalised, the model's turns among them."""
-        self.tools: list[Any] = []
         self.turns = 0
         self.keep: int | None = None
         """Number of tokens of the model's last turn that stay; None: all."""
         self._length = 0
-        """Number of tokens so far."""
-        self._last: int | None = None
-        """The token that ended the model's last turn; None where its limit did."""
-        self._waits = False
+        """Number of tokens of the row, whose prompt does not count."""
+        self._points: dict[bytes, _Point] = {}
+        """By a digest of the tools and the messages so far."""
+        self._waiting: deque[_Call] = deque()
+        """The call that the model answers now, and those after it."""
         self._lock = threading.Lock()
 
     def chat(
@@ -97,72 +133,95 @@ class Conversation:
         stop: texts of which the first to come ends the answer, which does not have it. Its tokens
         stay, and those after it are as if never made.
 
-        Raises AgentError where the messages do not go on from those held, DataError where they
-        cannot be rendered; the conversation is then as before.
+        Raises AgentError for what cannot be asked, DataError for what cannot be rendered (by the
+        future); the conversation is then as before.
         """
         sent = [normalised(message) for message in messages]
+        if not sent:
+            raise AgentError("the model is asked with no message; send one at least")
+        if sent[-1]["role"] == "assistant":
+            raise AgentError(
+                "the last message is the model's own, and it begins its answers itself; send a "
+                "message after it"
+            )
         if not all(stop):
             raise AgentError("a stop is empty; give texts")
         if max_tokens is not None and max_tokens < 1:
             raise AgentError(f"max_tokens is {max_tokens}; ask for at least one token")
-        with self._lock:
-            if self._waits:
-                raise AgentError(
-                    "the model is asked again before it has answered; an episode is one "
-                    "conversation, with one call at a time"
-                )
-            ids = self._rendered(sent, list(tools))
-            self._waits = True
-            self._length += len(ids)
-            asked = Answer(ids=tuple(ids), max_tokens=max_tokens, keep=self.keep)
-        reply: Future[Reply] = Future()
+        call = _Call(sent, list(tools), max_tokens, stop)
         # An agent may cease to wait; the turn comes all the same.
-        reply.set_running_or_notify_cancel()
+        call.reply.set_running_or_notify_cancel()
+        with self._lock:
+            self._waiting.append(call)
+            alone = len(self._waiting) == 1
+        if alone:
+            self._serve()
+        return call.reply
 
-        def answered(done: Future[Turn]) -> None:
+    def _serve(self) -> None:
+        """Ask the model for the calls that wait, until it answers one of them."""
+        more = True
+        while more:
+            call = self._waiting[0]
             try:
-                reply.set_result(self._took(sent, list(tools), stop, done.result()))
+                self.ask(self._asked(call)).add_done_callback(partial(self._answered, call))
+                return
             except BaseException as error:
-                reply.set_exception(error)
+                more = self._end(call, error)
 
+    def _answered(self, call: _Call, done: Future[Turn]) -> None:
         try:
-            self.ask(asked).add_done_callback(answered)
-        except BaseException:
-            self._waits = False
-            self._length -= len(ids)
-            raise
-        return reply
+            result: Reply | BaseException = self._took(call, done.result())
+        except BaseException as error:
+            result = error
+        if self._end(call, result):
+            self._serve()
 
-    def _rendered(self, sent: list[dict[str, Any]], tools: list[Any]) -> list[int]:
-        """Return the tokens to go on after. Raises AgentError, DataError."""
-        if not self.turns:
-            if not sent:
-                raise AgentError("the model is asked with no message; send one at least")
-            return self.renderer.begin(sent, tools)
-        held = self.messages
-        for number, message in enumerate(held):
-            if number >= len(sent) or _compared(sent[number]) != _compared(message):
-                got = "nothing" if number >= len(sent) else shorten(str(sent[number]))
-                raise AgentError(
-                    f"message {number} was {shorten(str(message))} and is now {got}; an episode is "
-                    "one conversation, and each call has all messages of the one before, the "
-                    "model's answer, and new ones"
-                )
-        if tools != self.tools:
-            raise AgentError(
-                "the tools differ from those of the call before; they stand at the beginning of "
-                "the conversation, which cannot change"
-            )
-        new = sent[len(held) :]
-        if not new:
-            raise AgentError("there is no message after the model's answer; send one")
-        return self.renderer.follow(self._last, new, tools)
+    def _end(self, call: _Call, result: Reply | BaseException) -> bool:
+        """Give out the result of the first call that waits; return whether there are others."""
+        with self._lock:
+            self._waiting.popleft()
+            more = bool(self._waiting)
+        if isinstance(result, Reply):
+            call.reply.set_result(result)
+        else:
+            call.reply.set_exception(result)
+        return more
 
-    def _took(
-        self, sent: list[dict[str, Any]], tools: list[Any], stops: Sequence[str], turn: Turn
-    ) -> Reply:
+    def _asked(self, call: _Call) -> Answer:
+        """Return a call's tokens, and where they go on. Raises DataError."""
+        call.keys = _keys(call.sent, call.tools)
+        point, new = self._found(call.keys)
+        first = not self._points
+        if point is None:
+            ids = self.renderer.begin(call.sent, call.tools)
+            after = None if first else ALONE
+            size = len(ids)
+        else:
+            ids = []
+            if point.turn:
+                ids = self.renderer.follow(point.last, call.sent[-new:], call.tools)
+            # Behind the row's last token it goes on as ever.
+            after = point.at if point.at < self._length - 1 else None
+            size = point.size + len(ids)
+        if not first:  # whose tokens are the row's prompt
+            self._length += len(ids)
+        at = self._length - 1 if ids or point is None else point.at
+        self._points[call.keys[-1]] = _Point(at, size, turn=False)
+        return Answer(ids=tuple(ids), max_tokens=call.max_tokens, after=after, keep=self.keep)
+
+    def _found(self, keys: Sequence[bytes]) -> tuple[_Point | None, int]:
+        """Return where a call goes on, if it does, and the number of messages since then."""
+        for new, key in enumerate(reversed(keys)):
+            point = self._points.get(key)
+            # The model has the word after what an agent has said, and an agent after the model.
+            if point is not None and point.turn == (new > 0):
+                return point, new
+        return None, 0
+
+    def _took(self, call: _Call, turn: Turn) -> Reply:
         """Hold a turn of the model; return it."""
-        found = [(at, stop) for stop in stops if (at := turn.text.find(stop)) >= 0]
+        found = [(at, stop) for stop in call.stop if (at := turn.text.find(stop)) >= 0]
         at, stop = min(found, default=(len(turn.text), None))
         kept = len(turn.ids)
         if stop is not None:
@@ -170,16 +229,14 @@ class Conversation:
         message = message_of(turn.text[:at], self.format, self.turns)
         calls = "tool_calls" if message.get("tool_calls") else "stop"
         reason = "length" if turn.cut and stop is None else calls
-        with self._lock:
-            before = self._length
-            self._length += kept
-            self.messages = [*sent, normalised(message)]
-            self.tools = tools
-            self.turns += 1
-            self.keep = None if kept == len(turn.ids) else kept
-            ended = not turn.cut and self.keep is None
-            self._last = int(turn.ids[-1]) if ended else None
-            self._waits = False
+        self.turns += 1
+        self.keep = None if kept == len(turn.ids) else kept
+        self._length += kept
+
+        before = self._points[call.keys[-1]].size
+        last = int(turn.ids[-1]) if self.keep is None and not turn.cut else None
+        key = _digest(call.keys[-1], _compared(normalised(message)))
+        self._points[key] = _Point(self._length - 1, before + kept, turn=True, last=last)
         logprobs = np.zeros(len(turn.ids), np.float32) if turn.logprobs is None else turn.logprobs
         return Reply(message, reason, stop, turn.ids[:kept], logprobs[:kept], before)
 
@@ -195,6 +252,19 @@ class Conversation:
                 key=lambda count: decode(turn.ids[:count]).startswith(turn.text[:length]),
             )
         ]
+
+
+def _keys(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
+    """Return a digest of the tools, and of them and the messages up to each one."""
+    keys = [_digest(b"", tools)]
+    for message in messages:
+        keys.append(_digest(keys[-1], _compared(message)))
+    return keys
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
 def _compared(message: Message) -> tuple[Any, ...]:

@@ -46,33 +46,35 @@ class Door:
         self.conversation = conversation
         self.earlier: dict[str, Sequence[Object]] = {}
         """Id of an answer -> the messages that a call which names it goes on from."""
-        self.last: _Call | None = None
+        self.calls: dict[bytes, _Call] = {}
+        """The last call of each request, by the digest of its body."""
 
     def ask(self, asked: Asked, body: bytes, again: bool) -> _Call:
         """Ask, or return the call that the same request has made before.
 
         Clients send a request again after their own time limit, which is not another question:
-        `again` where they say so. Others are believed to where the answer has not been sent.
+        `again` where they say so. Others are believed to where the client had left.
         """
         digest = hashlib.sha256(body).digest()
-        last = self.last
-        if last is None or last.digest != digest or (last.sent and not again):
-            answer = self.conversation.chat(
-                asked.messages, asked.tools, asked.max_tokens, asked.stop
-            )
-            last = self.last = _Call(digest, answer)
-        return last
+        call = self.calls.get(digest)
+        if call is None or not (again or call.left):
+            chat = self.conversation.chat
+            answers = [
+                chat(asked.messages, asked.tools, asked.max_tokens, asked.stop)
+                for _ in range(asked.samples)
+            ]
+            call = self.calls[digest] = _Call(answers)
+        call.left = False
+        return call
 
 
 @attrs.define(eq=False)
 class _Call:
     """A question to the model."""
 
-    digest: bytes
-    """Of the request's body."""
-    answer: Future[Reply]
-    sent: bool = False
-    """Whether the answer was sent to a client."""
+    answers: Sequence[Future[Reply]]
+    left: bool = False
+    """Whether its client did not wait for the answers."""
 
 
 class Endpoint:
@@ -211,14 +213,14 @@ class _Handler:
             # A header of OpenAI's and Anthropic's clients.
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             call = door.ask(asked, raw, again)
-            reply = await _unless_gone(request, call)
+            replies = await _unless_gone(request, call)
         except EpisodeOver as error:
             raise _Refused(410, str(error)) from error
         except (AgentError, DataError) as error:
             raise _Refused(400, str(error)) from error
-        made = self.api.write(asked, reply, door.conversation.renderer.tokenizer.decode)
+        made = self.api.write(asked, replies, door.conversation.renderer.tokenizer.decode)
         if asked.goes_on_from is not None:
-            door.earlier[made["id"]] = [*asked.goes_on_from, reply.message]
+            door.earlier[made["id"]] = [*asked.goes_on_from, replies[0].message]
         return asked, made
 
 
@@ -226,17 +228,17 @@ class _ClientIsGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-async def _unless_gone(request: Any, call: _Call) -> Reply:
-    """Wait for an answer. Raises _ClientIsGone, where it is still to be sent."""
-    waits = asyncio.wrap_future(call.answer)
+async def _unless_gone(request: Any, call: _Call) -> Sequence[Reply]:
+    """Wait for the answers. Raises _ClientIsGone; they come all the same."""
+    waits = asyncio.gather(*map(asyncio.wrap_future, call.answers))
     gone = asyncio.ensure_future(_disconnected(request))
     both: set[asyncio.Future[Any]] = {waits, gone}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if gone.done():
-        waits.cancel()  # the answer itself comes all the same
+        waits.cancel()
+        call.left = True
         raise _ClientIsGone
     gone.cancel()
-    call.sent = True
     return waits.result()
 
 

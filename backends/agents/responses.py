@@ -57,8 +57,11 @@ class Responses(Api):
             goes_on_from=messages,
         )
 
-    def write(self, asked: Asked, reply: Reply, decode: Callable[[Sequence[int]], str]) -> Object:
+    def write(
+        self, asked: Asked, replies: Sequence[Reply], decode: Callable[[Sequence[int]], str]
+    ) -> Object:
         """Return a response, whose items are thinking, text, and calls."""
+        (reply,) = replies
         output: list[Object] = []
         if thinking := reply.message.get("reasoning_content"):
             part = {"type": "reasoning_text", "text": thinking}

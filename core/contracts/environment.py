@@ -76,6 +76,10 @@ class Answer:
     """Tokens for the model, in the place of a text."""
     max_tokens: int | None = None
     """Limit of the turn that follows, in tokens, below the row's own; None sets none."""
+    after: int | None = None
+    """Index of the row's token after which the next turn goes on, behind `ids`, where it begins a
+    branch; -1: after the prompt; -2: `ids` begin a conversation of their own. None: the last
+    token."""
     keep: int | None = None
     """Number of tokens of the turn that stay in the row, at least one; None: all. The others are
     left out as if they had not been made, for stops that are no single token."""

@@ -44,7 +44,7 @@ class RoleHandle(Typing):
 
         Returns the prompts with response_ids, rollout_logprobs, loss_mask, weight_version,
         finish_reason, outcome and sample_id; with an environment also turn, episode_return,
-        turn_rewards and turn_states.
+        turn_rewards, turn_states and branches.
 
         greedy: take the most likely token each time (ReMax's baseline).
         Where the prompts have a column max_tokens, it limits each row's response, in tokens,

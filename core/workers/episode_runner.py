@@ -43,8 +43,9 @@ def run_episodes(
     """Run an episode for each request; return the columns of `generate`, and further ones.
 
     Per token `turn` (-1 where the environment wrote), per row `episode_return`, and as lists
-    `turn_rewards` and `turn_states` (the state in which each turn was taken); and `prompt_ids`,
-    which an environment may have replaced (Environment.own_prompt). The environments
+    `turn_rewards`, `turn_states` (the state in which each turn was taken) and `branches`
+    (core/values/branches.py); and `prompt_ids`, which an environment may have replaced
+    (Environment.own_prompt). The environments
     run on the first rank of a replica, and the other ranks get their answers. Raises
     EnvironmentFailure.
     """

@@ -28,6 +28,7 @@ from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins.resolve import make_environment
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.branches import AFTER_PROMPT, ALONE, BRANCHES, path
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import (
@@ -42,6 +43,7 @@ from hybridflow.core.values.outcomes import (
     finish_reason,
     finished,
 )
+from hybridflow.core.values.seeds import row_seed
 from hybridflow.core.values.text import shorten
 from hybridflow.core.workers.environment_calls import Answered
 
@@ -144,6 +146,10 @@ class Episode:
         self.logprobs = np.zeros(0, np.float32)
         self.versions = np.zeros(0, np.int64)
         self.turns = np.zeros(0, np.int64)
+        self.branches: list[tuple[int, int]] = []
+        """See core/values/branches.py."""
+        self.context = path((), AFTER_PROMPT)
+        """The tokens before the next turn, as `path` gives them."""
 
         # For each turn so far; `outcome` is None while the episode runs.
         self.rewards: list[float] = []
@@ -198,6 +204,7 @@ class Episode:
                 "over": True,
                 "limit": None,
                 "keep": None,
+                "after": None,
             }
 
         kind = FAILED_TOOL if self.begun else FAILED_ENVIRONMENT
@@ -209,6 +216,8 @@ class Episode:
             answer = answered.value
             kind = FAILED_ENVIRONMENT
             problem = _contract_problem(answer, self.turn, self.spec.tokenizer)
+            if not problem and answer.after is not None:
+                problem = self._branch_problem(answer, answer.after)
 
         prompts = not self.begun and getattr(self.attempt.environment, "own_prompt", False)
         if not problem:
@@ -230,6 +239,7 @@ class Episode:
             "over": over,
             "limit": answer.max_tokens,
             "keep": answer.keep,
+            "after": answer.after,
         }
 
     def _encode(self, answer: Answer) -> np.ndarray:
@@ -239,11 +249,25 @@ class Episode:
         longest = LONGEST_TOKEN * max(self.request.sampling.max_tokens, self.spec.longest_prompt)
         return self.spec.tokenizer.encode(answer.text[:longest])
 
+    def _branch_problem(self, answer: Answer, after: int) -> str:
+        """Return why the conversation cannot go on after a token; empty if it can."""
+        length = self._length_with(answer.keep)
+        first = ALONE if answer.ids else AFTER_PROMPT
+        if self.begun and first <= after < length:
+            return ""
+        return (
+            f"gave after = {after}, and the row has {length} tokens; give the index of one, "
+            "-1 (the prompt), or -2 with ids of a conversation of its own"
+        )
+
     def _ids_problem(self, answer: Answer, ids: np.ndarray) -> str:
         """Return why the model cannot go on after these tokens of an answer; empty if it can."""
         # An engine would treat a prefix that ends in a stop as a complete turn.
-        missing = self.begun and not len(ids)
-        ends = len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids
+        missing = self.begun and not len(ids) and answer.after is None
+        last = ids[-1:]
+        if not len(ids) and answer.after is not None and answer.after >= 0:
+            last = self.ids[answer.after : answer.after + 1]
+        ends = len(last) and int(last[0]) in self.request.sampling.stop_token_ids
         if not missing and not ends:
             return ""
         said = shorten(answer.text or self.spec.tokenizer.decode(ids))
@@ -288,6 +312,10 @@ class Episode:
         # Cut off what exceeds the row's limit, which counts the environment's tokens too.
         room = self.request.sampling.max_tokens - len(self.ids)
         taken = ids[:room]
+        before = len(self.ids) - 1
+        if said["after"] is not None and said["after"] != before:
+            before = said["after"]
+            self.branches.append((len(self.ids), before))
         logprobs = np.zeros(len(taken), np.float32)
         versions = np.full(len(taken), NOT_MADE)
         self._put(taken, logprobs, versions, NOT_MADE)
@@ -299,6 +327,7 @@ class Episode:
         elif said["over"]:
             self.outcome = TRUNCATED_TIME
         self.states.append(said["state"])
+        self.context = path(self.branches, len(self.ids) - 1 if len(taken) else before)
 
     def _failed(self, outcome: str, error: str) -> None:
         rule = self.spec.section.on_failure
@@ -315,25 +344,37 @@ class Episode:
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn, whose prefix is all tokens so far."""
-        sampling = self.request.sampling
+        prompt, context = self.request.prompt_ids, self.context
+        if context[:1] == AFTER_PROMPT:
+            context = context[1:]
+        else:
+            prompt, context = self.ids[context[:1]], context[1:]
+        room = self.request.sampling.max_tokens - len(self.ids)
         if self.limit is not None:
-            limit = min(sampling.max_tokens, len(self.ids) + self.limit)
-            sampling = attrs.evolve(sampling, max_tokens=limit)
+            room = min(room, self.limit)
+        sampling = attrs.evolve(self.request.sampling, max_tokens=len(context) + room)
+        # The same tokens would be drawn after the same ones.
+        seed = self.request.seed
+        if self.branches:
+            seed = row_seed(seed, len(self.branches))
         return attrs.evolve(
             self.request,
+            prompt_ids=prompt,
             sampling=sampling,
-            prefix_ids=self.ids,
-            prefix_logprobs=self.logprobs,
-            prefix_versions=self.versions,
+            seed=seed,
+            prefix_ids=self.ids[context],
+            prefix_logprobs=self.logprobs[context],
+            prefix_versions=self.versions[context],
         )
 
     def made(self, done: Completion) -> bool:
         """Append the model's turn to the episode; return whether the environment answers it."""
         start = len(self.ids)
         whole = self.request.sampling.max_tokens
-        new = done.response_ids[start:]
-        versions = done.weight_version[start:]
-        self._put(new, done.logprobs[start:], versions, len(self.rewards))
+        prefix = len(self.context) - 1  # the prompt, or what stands in its place
+        new = done.response_ids[prefix:]
+        versions = done.weight_version[prefix:]
+        self._put(new, done.logprobs[prefix:], versions, len(self.rewards))
 
         # Cut off by the row's length, or aborted: the environment does not see the turn.
         cut = done.finish_reason == "length" and len(self.ids) < whole
@@ -350,11 +391,15 @@ class Episode:
         self.turn = Turn(len(self.rewards), text, new, ended, cut, logprobs)
         return True
 
+    def _length_with(self, keep: int | None) -> int:
+        """Return the number of tokens once the last turn has its first `keep` ones alone."""
+        if keep is None or self.turn is None:
+            return len(self.ids)
+        return len(self.ids) - len(self.turn.ids) + keep
+
     def _keep(self, count: int | None) -> None:
         """Leave out what the last turn has after its first `count` tokens."""
-        if count is None or self.turn is None:
-            return
-        end = len(self.ids) - len(self.turn.ids) + count
+        end = self._length_with(count)
         self.ids, self.logprobs = self.ids[:end], self.logprobs[:end]
         self.versions, self.turns = self.versions[:end], self.turns[:end]
 
@@ -406,6 +451,10 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
 
     # No turn is taken in the state after the last turn, so it is left out.
     states = [episode.states[: len(episode.rewards)] for episode in episodes]
+    # One that has got no token is none.
+    branches = [
+        [list(one) for one in episode.branches if one[0] < len(episode.ids)] for episode in episodes
+    ]
     columns = {
         "response_ids": ids,
         "rollout_logprobs": tokens([episode.logprobs for episode in episodes], torch.float32),
@@ -417,6 +466,7 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
         "episode_return": returns,
         "turn_rewards": [episode.rewards for episode in episodes],
         "turn_states": states,
+        BRANCHES: branches,
         "prompt_ids": tokens([episode.request.prompt_ids for episode in episodes], torch.int64),
     }
 
@@ -426,4 +476,6 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
     taken = float(sum(len(episodes[row].rewards) for row in kept.tolist()))
     earned = float(returns[torch.from_numpy(kept)].sum())
     figures |= {"turns": (taken, float(len(kept))), "episode_return": (earned, float(len(kept)))}
+    if branched := sum(len(row) for row in branches):
+        figures["branches"] = (float(branched), count)
     return Batch(columns, Metrics(figures))

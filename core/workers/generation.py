@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Sequence
 
@@ -18,9 +17,11 @@ from hybridflow.core.contracts.rollout import (
 )
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.branches import BRANCHES
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import failed_rows, finished
+from hybridflow.core.values.seeds import row_seed
 from hybridflow.core.workers.carried import Carried, Opened
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
@@ -48,6 +49,7 @@ EPISODE_COLUMNS = (
     "episode_return",
     "turn_rewards",
     "turn_states",
+    BRANCHES,
     "prompt_ids",
 )
 """The columns that `episodes` adds, the last one in the place of the rows' own."""
@@ -266,12 +268,3 @@ def _generation_metrics(
         "clipped": (list(reasons).count("length"), rows),
     }
     return Metrics.merge([Metrics(means, spreads={"response_length": lengths}), figures])
-
-
-def row_seed(seed: int, sample: int) -> int:
-    """Return the seed of one sequence, 63 bits.
-
-    It depends only on the run's seed and the sample's number, not on ranks or batches.
-    """
-    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

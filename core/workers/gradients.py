@@ -22,6 +22,7 @@ from hybridflow.core.contracts.training import MicroBatch, Packing, TrainingBack
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.branches import BRANCHES, sequences
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.micro_batch import (
@@ -58,7 +59,7 @@ def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
             names.add("topk_ids")
         if loss.unit != "row":
             names.add(loss.unit)
-    return [*BASE, RECORD_ID, LAG, *sorted(names)]
+    return [*BASE, BRANCHES, RECORD_ID, LAG, *sorted(names)]
 
 
 class LossPart:
@@ -84,6 +85,10 @@ class LossPart:
         come after keys and values of older ones, so that their logprobs are not to be compared.
         """
         self.loss = loss
+        # Where rows branch, their sequences are the rows of this part.
+        self.sequences = sequences(batch)
+        if self.sequences is not None:
+            batch = self.sequences.batch
         self.keeps_cache = keeps_cache
         self.context = context
         self.packing = packing
@@ -242,9 +247,12 @@ class LossPart:
         assert self.responses.lengths is not None
         # One copy to the host for all of them.
         values = outputs["logprobs"].detach()[torch.from_numpy(wanted)].float().cpu().numpy()
-        lengths = self.responses.lengths[planned[wanted]]
-        for number, row, length in zip(ids[wanted], values, lengths, strict=True):
-            self.recorded[int(number)] = row[:length]
+        for number, row, values_of in zip(ids[wanted], planned[wanted], values, strict=True):
+            if self.sequences is not None:
+                recorded = self.recorded.get(int(number))
+                self.recorded[int(number)] = self.sequences.placed(row, values_of, recorded)
+            else:
+                self.recorded[int(number)] = values_of[: self.responses.lengths[row]]
 
 
 class _Declared(dict[str, Any]):

@@ -35,6 +35,7 @@ from hybridflow.core.rollouts.checksums import sums_sent
 from hybridflow.core.rollouts.same_ranks import HybridEngine
 from hybridflow.core.rollouts.weight_sync import SyncCost, on_every_rank
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.branches import BRANCHES, sequences
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import failed_rows
@@ -169,7 +170,7 @@ class ModelWorker(OpensRows):
 
     # --- scoring ---
 
-    @register(Protocol.THREE_D, reads=BASE, writes=_logprob_columns)
+    @register(Protocol.THREE_D, reads=(*BASE, BRANCHES), writes=_logprob_columns)
     def logprobs(self, batch: Batch, columns: dict[str, str], topk: int = 0) -> Batch:
         """Return the policy's logprobs and entropy at each response token.
 
@@ -182,13 +183,13 @@ class ModelWorker(OpensRows):
         outputs = self._forward(batch, needs)
         return Batch({columns.get(name, name): column for name, column in outputs.items()})
 
-    @register(Protocol.THREE_D, reads=BASE, writes=_one_column)
+    @register(Protocol.THREE_D, reads=(*BASE, BRANCHES), writes=_one_column)
     def values(self, batch: Batch, column: str) -> Batch:
         """Return a critic's value at each response token, as `column`."""
         outputs = self._forward(batch, ["values"])
         return Batch({column: outputs["values"]} if outputs else {})
 
-    @register(Protocol.THREE_D, reads=(*BASE, "outcome"), writes=_one_column)
+    @register(Protocol.THREE_D, reads=(*BASE, BRANCHES, "outcome"), writes=_one_column)
     def score(self, batch: Batch, column: str) -> Batch:
         """Return a reward model's score of each row, as `column` [rows]; NaN for a failed row.
 
@@ -220,6 +221,9 @@ class ModelWorker(OpensRows):
         Empty on a pipeline stage that is not the last: its result does not count.
         """
         check_needs(self.role.model.kind, needs)
+        if (branched := sequences(batch)) is not None:
+            of_sequences = self._forward(branched.batch, needs)
+            return {name: branched.fold(column) for name, column in of_sequences.items()}
         prompts = batch["prompt_ids"]
         responses = batch["response_ids"]
         device = self.context.device

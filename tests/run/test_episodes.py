@@ -19,8 +19,8 @@ from helpers.steps import Watched, column
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.backends.rewards.sandbox import Limits, run_program
 from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.values.seeds import row_seed
 from hybridflow.core.workers.environment_calls import THREAD
-from hybridflow.core.workers.generation import row_seed
 from hybridflow.kit.testing import TinyRun
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.conversations import CALL, END, TOKENIZER, ScriptedModel
+from helpers.templates import family
 
 from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver
 from hybridflow.backends.agents.rendering import ChatRenderer
@@ -70,48 +71,126 @@ def test_results_of_tools_follow_their_calls_whatever_id_the_client_gives_them()
 REPLY = {"role": "assistant", "content": "It is 3"}
 
 
+def rendered(*messages, tools=()) -> list[int]:
+    return TOKENIZER.apply_chat_template(list(messages), list(tools)).tolist()
+
+
+def answered(model: ScriptedModel, text: str, *messages, **more):
+    model.script.append(text)
+    return model.chat(*messages, **more).result(0).message
+
+
+def test_a_changed_history_begins_a_branch_where_it_differs():
+    model = ScriptedModel()
+    two = answered(model, "two", USER)
+    three = answered(model, "three", USER, two, MORE)
+    end_of_two = len(model.turns[0]) - 1
+    # Another message after the first answer, and on from both.
+    other = {"role": "user", "content": "Why?"}
+    four = answered(model, "four", USER, two, other)
+    answered(model, "five", USER, two, MORE, three, MORE)
+    answered(model, "six", USER, two, other, four, MORE)
+    assert [one.after for one in model.asked][:3] == [None, None, end_of_two]
+    assert model.contexts == [
+        rendered(USER),
+        rendered(USER, two, MORE),
+        rendered(USER, two, other),
+        rendered(USER, two, MORE, three, MORE),
+        rendered(USER, two, other, four, MORE),
+    ]
+    assert [len(one.ids) > 0 for one in model.asked] == [True] * 5
+    # No token was sent twice: what stands in the row are the turns, and what was sent between.
+    assert len(model.row) == sum(map(len, model.turns)) + sum(
+        len(one.ids) for one in model.asked[1:]
+    )
+
+
+def test_the_same_question_is_asked_again_without_a_token():
+    model = ScriptedModel()
+    first = answered(model, "two", USER)
+    second = answered(model, "three", USER)
+    assert (model.asked[1].ids, model.asked[1].after) == ((), -1)
+    answered(model, "four", USER, first, MORE)
+    answered(model, "five", USER, second, MORE)
+    answered(model, "six", USER, second, MORE)
+    assert model.asked[4].ids == () and model.asked[4].after is not None
+    assert model.contexts == [
+        rendered(USER),
+        rendered(USER),
+        rendered(USER, first, MORE),
+        rendered(USER, second, MORE),
+        rendered(USER, second, MORE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [
+        ([MORE], []),
+        ([{"role": "system", "content": "x"}, USER, REPLY, MORE], []),
+        ([USER, {**REPLY, "content": "It is 4"}, MORE], []),
+        ([USER, REPLY, MORE], [TOOL]),
+    ],
+)
+def test_another_beginning_is_a_conversation_of_its_own(messages, tools):
+    model = ScriptedModel()
+    answered(model, "It is 3", USER)
+    answered(model, "4", *messages, tools=tools)
+    assert model.asked[1].after == -2
+    assert list(model.asked[1].ids) == model.contexts[1] == rendered(*messages, tools=tools)
+
+
+def test_calls_at_the_same_time_are_answered_in_their_order():
+    model = ScriptedModel()
+    replies = [model.chat(USER), model.chat(USER), model.chat(MORE)]
+    assert len(model.asked) == 1
+    for number, reply in enumerate(replies):
+        model.answers(str(number))
+        assert reply.result(0).content == str(number)
+    assert model.contexts == [rendered(USER), rendered(USER), rendered(MORE)]
+
+
+def test_calls_that_wait_when_the_episode_ends_hear_of_it():
+    model = ScriptedModel()
+    replies = [model.chat(USER) for _ in range(3000)]
+
+    def over(answer):
+        raise EpisodeOver("the episode has ended")
+
+    model.conversation.ask = over
+    model.futures[0].set_exception(EpisodeOver("the episode has ended"))
+    for reply in replies:
+        with pytest.raises(EpisodeOver):
+            reply.result(0)
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "said"),
     [
-        ([MORE, REPLY, MORE], {}, r"message 0 was .*1\+2.* and is now .*Sure"),
-        (
-            [USER, {**REPLY, "content": "It is 4"}, MORE],
-            {},
-            "message 1 was .*It is 3.* and is now .*It is 4",
-        ),
-        ([USER], {}, "message 1 was .*It is 3.* and is now nothing"),
-        ([USER, REPLY], {}, "no message after the model's answer"),
-        ([USER, REPLY, MORE], {"tools": [TOOL]}, "the tools differ"),
+        ([USER, REPLY], {}, "the last message is the model's own"),
         ([USER, REPLY, MORE], {"max_tokens": 0}, "max_tokens is 0"),
+        ([USER, REPLY, MORE], {"stop": [""]}, "a stop is empty"),
+        ([], {}, "no message"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "type 'image_url'"),
     ],
 )
-def test_what_does_not_go_on_from_the_conversation_is_refused_and_changes_nothing(
-    messages, more, said
-):
+def test_what_cannot_be_asked_is_refused_and_changes_nothing(messages, more, said):
     model = ScriptedModel()
-    model.chat(USER)
-    model.answers("It is 3")
-    with pytest.raises(AgentError, match=said):
+    answered(model, "It is 3", USER)
+    with pytest.raises((AgentError, DataError), match=said):
         model.chat(*messages, **more)
-    model.chat(USER, REPLY, MORE)
-    assert len(model.asked) == 2
+    answered(model, "4", USER, REPLY, MORE)
+    assert model.contexts == [rendered(USER), rendered(USER, REPLY, MORE)]
 
 
-def test_messages_that_cannot_be_rendered_change_nothing():
-    model = ScriptedModel()
-    with pytest.raises(AgentError, match="no message"):
-        model.chat()
-    with pytest.raises(DataError, match="type 'image_url'"):
-        model.chat({"role": "user", "content": [{"type": "image_url"}]})
-    model.chat(USER)
-    assert len(model.asked) == 1
-
-
-def test_one_call_at_a_time():
-    model = ScriptedModel()
-    model.chat(USER)
-    with pytest.raises(AgentError, match="asked again before it has answered"):
-        model.chat(USER)
+def test_what_the_template_refuses_changes_nothing():
+    refuses = family("gemma2")  # it knows no system message
+    model = ScriptedModel(tokenizer=refuses, end=int(refuses.encode("<end_of_turn>")[0]))
+    reply = model.chat({"role": "system", "content": "x"}, USER)
+    with pytest.raises(DataError):
+        reply.result(0)
+    answered(model, "It is 3", USER)
+    assert model.contexts == [refuses.apply_chat_template([USER]).tolist()]
 
 
 def test_an_agent_that_ceases_to_wait_holds_nothing_up():
@@ -136,7 +215,7 @@ def test_the_end_of_the_episode_reaches_who_waits_and_who_asks_again():
     conversation = Conversation(ChatRenderer(TOKENIZER), "hermes", over)
     for _ in range(2):
         with pytest.raises(EpisodeOver):
-            conversation.chat([USER])
+            conversation.chat([USER]).result(0)
 
 
 def test_a_turn_that_cannot_be_read_is_an_error_for_who_waits(monkeypatch):
@@ -168,8 +247,8 @@ def test_a_stop_of_several_tokens_ends_the_answer_at_the_token_that_completes_it
     assert [one.keep for one in model.asked] == [None, count]
     # The turn did not end by itself, so its end stands before the next message.
     assert model.texts()[1].startswith("<|im_end|>\n<|im_start|>user\nSure?")
-    prompt = TOKENIZER.apply_chat_template([USER]).tolist()
-    assert model.row[: len(prompt) + count] == [*prompt, *sampled[:count]]
+    assert model.row[:count] == sampled[:count]
+    assert model.contexts[1][: -len(model.asked[1].ids)] == [*rendered(USER), *sampled[:count]]
     assert model.conversation.keep is None
     with pytest.raises(AgentError, match="a stop is empty"):
         model.chat(USER, stop=[""])

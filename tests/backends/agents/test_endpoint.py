@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -154,13 +156,13 @@ def talks_by_anthropic_messages(where, stream: bool):
 def test_what_clients_send_becomes_the_tokens_of_the_models_template(reach, talks, stream):
     model = ScriptedModel(CALL, ANSWER, "4")
     assert talks(reach(model), stream) == "4"
-    assert model.row == expected()
+    assert [*model.contexts[-1], *model.turns[-1]] == expected() and model.asked[-1].after is None
 
 
 def test_a_client_of_responses_may_send_all_items_again(reach):
     model = ScriptedModel(CALL, ANSWER, "4")
     assert talks_by_responses(reach(model), False, names_earlier=False) == "4"
-    assert model.row == expected()
+    assert [*model.contexts[-1], *model.turns[-1]] == expected() and model.asked[-1].after is None
 
 
 USER = {"role": "user", "content": QUESTION}
@@ -214,11 +216,16 @@ def test_what_only_the_runs_settings_decide_is_said_once(reach, caplog, monkeypa
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("chat/completions", {"messages": [USER], "n": 2}, "n is 2, which this endpoint does not"),
+        ("chat/completions", {"messages": [USER], "n": 0}, "n is 0; ask for 1 at least"),
+        (
+            "chat/completions",
+            {"messages": [USER], "top_logprobs": 2},
+            "which this endpoint does not",
+        ),
         ("chat/completions", {"messages": []}, "with no message"),
         ("chat/completions", {"messages": "hi"}, "messages is 'hi'; send a list of objects"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "a message is a dict with role"),
-        ("chat/completions", {"messages": [USER], "max_tokens": 0}, "at least one token"),
+        ("chat/completions", {"messages": [USER], "max_tokens": 0}, "ask for 1 at least"),
         ("chat/completions", {"messages": [USER], "stop": [1]}, "send texts that are not empty"),
         (
             "chat/completions",
@@ -308,21 +315,67 @@ def test_a_client_that_asks_again_after_its_own_limit_gets_the_answer_that_was_m
     threading.Timer(1.5, lambda: model.answers("3")).start()
     made = client.chat.completions.create(**ask)
     assert made.choices[0].message.content == "3" and len(model.asked) == 1
-    # Asked once more it is another question, whose messages do not go on from those held.
-    with pytest.raises(openai.BadRequestError, match="message 1 was"):
-        client.chat.completions.create(**ask)
+    # Asked once more it is another question.
+    model.script = ["4"]
+    assert client.chat.completions.create(**ask).choices[0].message.content == "4"
+    assert [one.after for one in model.asked] == [None, -1]
 
 
 def test_a_client_that_left_and_says_nothing_of_it_gets_the_answer_too(reach):
     model = ScriptedModel()
-    client = openai.OpenAI(**reach(model), timeout=0.3)
+    where = reach(model)
+    client = openai.OpenAI(**where, timeout=0.3)
     ask = {"model": "m", "messages": [USER]}
-    for _ in range(2):
-        with pytest.raises(openai.APITimeoutError):
-            client.chat.completions.create(**ask)
-    threading.Timer(0.5, lambda: model.answers("3")).start()
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(**ask)
+    calls = endpoint()._doors[where["api_key"]].calls
+    end = time.monotonic() + 20
+    while not next(iter(calls.values())).left and time.monotonic() < end:
+        time.sleep(0.01)
+    threading.Timer(0.3, lambda: model.answers("3")).start()
     made = client.with_options(timeout=20).chat.completions.create(**ask)
     assert made.choices[0].message.content == "3" and len(model.asked) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_to_one_call_are_branches(reach, stream):
+    model = ScriptedModel("1", "2", CALL)
+    client = openai.OpenAI(**reach(model))
+    ask = {"model": "m", "messages": [USER], "n": 3, "tools": [OPENAI_TOOL]}
+    if stream:
+        with client.chat.completions.stream(**ask) as events:
+            made = events.get_final_completion()
+    else:
+        made = client.chat.completions.create(**ask)
+    assert [choice.message.content for choice in made.choices] == ["1", "2", None]
+    assert [choice.index for choice in made.choices] == [0, 1, 2]
+    assert made.choices[2].message.tool_calls[0].function.name == "add"
+    prompt = TOKENIZER.apply_chat_template([USER], [OPENAI_TOOL]).tolist()
+    assert model.contexts == [prompt] * 3
+
+
+async def asks_at_the_same_time(where):
+    client = openai.AsyncOpenAI(**where)
+    made = await asyncio.gather(
+        *(client.chat.completions.create(model="m", messages=[USER]) for _ in range(4))
+    )
+    return [one.choices[0].message.content for one in made]
+
+
+def test_calls_at_the_same_time_get_an_answer_each(reach):
+    model = ScriptedModel()
+    where = reach(model)
+
+    def answers():
+        for number in range(4):
+            while len(model.asked) <= number:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            model.answers(str(number))
+
+    threading.Thread(target=answers, daemon=True).start()
+    assert sorted(asyncio.run(asks_at_the_same_time(where))) == ["0", "1", "2", "3"]
+    assert model.contexts == [TOKENIZER.apply_chat_template([USER]).tolist()] * 4
 
 
 def test_a_request_that_is_too_large_is_refused(reach, monkeypatch):

@@ -180,8 +180,8 @@ def fails(model, row):
 
 def forgets(model, row):
     said = [{"role": "user", "content": "1+"}]
-    model.chat(said, max_tokens=1)
-    return model.chat(said)  # without the model's answer
+    reply = model.chat(said, max_tokens=1)
+    return model.chat([*said, reply.message])  # without a message after the model's answer
 
 
 def wrong(model, row):
@@ -208,7 +208,7 @@ async def cancels(model, row):
     ("function", "said"),
     [
         ("fails", "raised OSError: no such file"),
-        ("forgets", "raised AgentError: message 1 was .* and is now nothing"),
+        ("forgets", "raised AgentError: the last message is the model's own"),
         ("exits", "raised SystemExit: no more"),
         ("exits_in_a_thread", "raised SystemExit: no more"),
         ("stops_iterating", "StopIteration"),
@@ -350,12 +350,11 @@ class Kept(Watched, GRPO):
     pass
 
 
-def test_a_run_trains_an_agent_on_the_tokens_that_were_sampled(tmp_path):
-    heard.clear()
-    tokenizer = family("qwen2.5")
+def chatting(tmp_path, tokenizer, function: str) -> TinyRun:
+    """A run of an agent whose model has the tokenizer's chat template."""
     tokenizer.save(tmp_path)
     end = int(tokenizer.encode("<|im_end|>")[0])
-    model = {**MODEL, "vocab_size": 400, "max_position_embeddings": 256}
+    model = {**MODEL, "vocab_size": 400, "max_position_embeddings": 512}
     tables = {
         "tokenizer": {"path": str(tmp_path)},
         "actor": {
@@ -364,11 +363,18 @@ def test_a_run_trains_an_agent_on_the_tokens_that_were_sampled(tmp_path):
             "optimizer": {"lr": 1e-30},
         },
         "data": {"max_prompt_tokens": 160},
-        "sampling": {"max_tokens": 64, "stop_tokens": [end]},
-        "environment": {"name": "agent", "options": {"function": f"{__name__}:asks_for_digits"}},
+        "sampling": {"max_tokens": 256, "stop_tokens": [end]},
+        "environment": {"name": "agent", "options": {"function": f"{__name__}:{function}"}},
         "reward": {"function": "environment"},
     }
-    with TinyRun(Kept(GRPOConfig(prompts_per_step=4, group_size=4)), tables) as run:
+    return TinyRun(Kept(GRPOConfig(prompts_per_step=4, group_size=4)), tables)
+
+
+def test_a_run_trains_an_agent_on_the_tokens_that_were_sampled(tmp_path):
+    heard.clear()
+    tokenizer = family("qwen2.5")
+    end = int(tokenizer.encode("<|im_end|>")[0])
+    with chatting(tmp_path, tokenizer, "asks_for_digits") as run:
         metrics = run.step()
         batch = run.algorithm.batch
         again = run.ctx.actor.logprobs(batch)["old_logprobs"].padded()
@@ -394,3 +400,52 @@ def test_a_run_trains_an_agent_on_the_tokens_that_were_sampled(tmp_path):
         [mask_of, *_] = trained.pop(key)
         assert mask_of == [1] * len(first.ids) + [0] * len(between) + [1] * len(second.ids)
     assert not trained
+
+
+async def branches_out(model, row):
+    """Asks twice, goes on from both, and has a conversation of its own in between."""
+    said = [{"role": "user", "content": f"{row['a']} + {row['b']}?"}]
+    first, second = await asyncio.gather(*(model.chat(said, max_tokens=6) for _ in range(2)))
+    alone = await model.chat([{"role": "user", "content": "Hello"}], max_tokens=6)
+    more = {"role": "user", "content": "Sure?"}
+    replies = [first, second, alone]
+    replies += [
+        await model.chat([*said, one.message, more], max_tokens=6) for one in (first, second)
+    ]
+    heard.setdefault("run", []).append((said, replies))
+    return float(first.ids[0] % 2 == 0)
+
+
+def test_a_run_trains_each_branch_behind_what_stood_before_it(tmp_path):
+    heard.clear()
+    tokenizer = family("qwen2.5")
+    with chatting(tmp_path, tokenizer, "branches_out") as run:
+        metrics = run.step()
+        batch = run.algorithm.batch
+        again = run.ctx.actor.logprobs(batch)["old_logprobs"].padded()
+        run.ctx.finish()
+    assert metrics["actor/complete"] == 1.0 and metrics["actor/turns"] == 5.0
+    assert metrics["actor/branches"] == 4.0 and metrics["actor/mismatch_mean"] < 1e-5
+    mask, made = batch["loss_mask"].padded().bool(), batch["rollout_logprobs"].padded()
+    torch.testing.assert_close(again[mask], made[mask], atol=1e-4, rtol=0)
+
+    # Two answers to one question are drawn anew.
+    assert any(one[0].ids.tolist() != one[1].ids.tolist() for _, one in heard["run"])
+    rows = {}
+    for prompt, ids, kept, branches in zip(
+        *(batch[name] for name in ("prompt_ids", "response_ids", "loss_mask")),
+        batch["branches"].values,
+        strict=True,
+    ):
+        rows.setdefault(tuple(ids[kept.bool()].tolist()), []).append((prompt, ids, branches))
+    for said, replies in heard["run"]:
+        prompt, ids, branches = rows.pop(tuple(np.concatenate([one.ids for one in replies])))[0]
+        assert prompt.tolist() == tokenizer.apply_chat_template(said).tolist()
+        first, second, alone, *_ = (len(one.ids) for one in replies)
+        hello = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]).tolist()
+        start = first + second
+        assert ids[start : start + len(hello)].tolist() == hello
+        on = start + len(hello) + alone
+        last_start = branches[-1][0]
+        assert branches == [[first, -1], [start, -2], [on, first - 1], [last_start, start - 1]]
+    assert not any(rows.values())

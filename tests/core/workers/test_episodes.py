@@ -113,6 +113,11 @@ class Wrong(Environment):
         (Answer(ids=(ONE, 99)), "answered with the token 99; the tokenizer has 0 to"),
         (Answer("1", ids=(ONE,)), "answered with a text and with ids; give one of them"),
         (Answer("1", max_tokens=0), "gave max_tokens = 0; give at least 1, or None"),
+        (Answer("1", after=2), "gave after = 2, and the row has 2 tokens; give the index of one"),
+        (Answer("1", keep=1, after=1), "gave after = 1, and the row has 1 tokens"),
+        (Answer("1", after=-3), "gave after = -3"),
+        (Answer(after=-2), "gave after = -2"),
+        (Answer(after=1), "answered '' and the episode is not done"),
         (Answer("1", keep=0), "gave keep = 0; the turn has 2 tokens: give 1 or more of them"),
         (Answer("1", keep=3), "gave keep = 3; the turn has 2 tokens: give 1 or more of them"),
     ],
@@ -164,6 +169,45 @@ def test_an_environment_may_begin_with_a_prompt_of_its_own_in_tokens():
     assert [row.tolist() for row in made["prompt_ids"]] == [[TWO, PLUS], [1, ONE, PLUS, TWO]]
     assert next(iter(made["response_ids"])).tolist() == [ONE, END, PLUS, TWO]
     assert next(iter(made["loss_mask"])).tolist() == [1, 1, 0, 0]
+
+
+class Elsewhere(Environment):
+    """Goes on after the first token, then after the prompt, then with a conversation of its own."""
+
+    def step(self, turn):
+        ids = ((PLUS,), (), (TWO, TWO))
+        return Answer(ids=ids[turn.number], after=(0, -1, -2)[turn.number], max_tokens=5)
+
+
+def test_a_turn_may_go_on_elsewhere_than_at_the_end():
+    spec = Episodes(EnvironmentSection(f"{__name__}:Elsewhere"), DIGITS)
+    one = Episode(spec, request(max_tokens=12), {}, ())
+    hears(one)
+    seeds = [one.next_request().seed]
+    stands = []
+    for said in ((ONE, TWO), (PLUS, PLUS), (TWO, END)):
+        asked = one.next_request()
+        prefix = asked.prefix_ids
+        assert len(asked.prefix_logprobs) == len(asked.prefix_versions) == len(prefix)
+        made = np.concatenate([prefix, said]).astype(np.int64)
+        logprobs = np.concatenate([asked.prefix_logprobs, np.full(2, -0.5)])
+        versions = np.concatenate([asked.prefix_versions, np.full(2, 3)])
+        assert one.made(Completion(0, made, logprobs, versions, "stop"))
+        hears(one)
+        asked = one.next_request()
+        stands.append((asked.prompt_ids.tolist(), asked.prefix_ids.tolist()))
+        seeds.append(asked.seed)
+        # The limit is of the turn, and of the row, whose tokens count wherever they stand.
+        room = min(5, 12 - len(one.ids))
+        assert asked.sampling.max_tokens == len(asked.prefix_ids) + room
+    prompt = [1, ONE, PLUS, TWO]
+    assert stands == [(prompt, [ONE, PLUS]), (prompt, []), ([TWO], [TWO])]
+    assert len(set(seeds)) == 4
+    assert one.ids.tolist() == [ONE, TWO, PLUS, PLUS, PLUS, TWO, END, TWO, TWO]
+    one.outcome = "complete"
+    made = episode_batch([one])
+    assert made["branches"].values == [[[2, 0], [5, -1], [7, -2]]]
+    assert made.metrics["branches"] == 3.0
 
 
 class Short(Environment):

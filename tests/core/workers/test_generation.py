@@ -10,6 +10,7 @@ from helpers.sources import char
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.seeds import row_seed
 from hybridflow.core.workers.carried import Carried
 from hybridflow.core.workers.generation import (
     COLLECTED,
@@ -21,7 +22,6 @@ from hybridflow.core.workers.generation import (
     make_requests,
     opened_of,
     opened_requests,
-    row_seed,
     rows_of,
 )
 from hybridflow.core.workers.published import Published
@@ -126,10 +126,3 @@ def test_an_engine_gets_the_columns_that_it_declares_where_the_batch_has_them():
     rows = ROWS.with_columns(image=["a", "b", "c"], size=torch.tensor([1, 2, 3]))
     asked = make_requests(rows, SamplingParams(max_tokens=5), 3, ("image", "sound"))
     assert [request.extras for request in asked] == [{"image": "a"}, {"image": "b"}, {"image": "c"}]
-
-
-def test_seeds_are_of_the_run_and_the_sample():
-    """As `printf '3:0' | b2sum -l 64` gives them, without the highest bit of the number."""
-    for seed, sample, digest in ((3, 0, "58f32a4ac3cc4ecf"), (12345, 678, "79cdb9bd65b2965c")):
-        assert row_seed(seed, sample) == int.from_bytes(bytes.fromhex(digest), "little") // 2
-    assert len({row_seed(seed, sample) for seed in range(30) for sample in range(30)}) == 900

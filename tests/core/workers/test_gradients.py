@@ -107,6 +107,58 @@ def test_the_loss_and_its_gradient_are_those_of_the_whole_mini_batch(context, ba
         )
 
 
+TREES = Batch({
+    "prompt_ids": tokens([[1, 2], [3], [4]]),
+    "response_ids": tokens([[8, 9, 10, 11, 12], [13, 14], [5, 6, 7, 15, 16]]),
+    "loss_mask": tokens([[1, 1, 0, 1, 1], [1, 0], [1, 0, 0, 1, 1]], torch.uint8),
+    "advantages": tokens([[1.0, -2.0, math.nan, 3.0, -4.0], [5.0, math.nan], [6.0, math.nan, math.nan, -7.0, 8.0]]),
+    "group": torch.tensor([0, 0, 1]), "record_id": torch.tensor([0, -1, 1], dtype=torch.int32),
+    "branches": [[[2, 0], [4, 1]], [], [[1, -2], [4, -1]]],
+})  # fmt: skip
+STANDS = [
+    [([1, 2], 8), ([1, 2, 8], 9), ([1, 2, 8, 10], 11), ([1, 2, 8, 9], 12)],
+    [([3], 13)],
+    [([4], 5), ([6, 7], 15), ([4], 16)],
+]
+"""What stands before each token of TREES that is trained on, written out."""
+
+
+@pytest.mark.parametrize("budget", [1000, 6])
+def test_tokens_of_rows_that_branch_are_trained_behind_what_stood_before_them(
+    context, backend, budget
+):
+    model = reference().model
+    model.zero_grad()
+    logprobs = [
+        torch.cat(
+            [
+                reference().outputs(torch.tensor(before), torch.tensor([token]))["logprobs"]
+                for before, token in row
+            ]
+        )
+        for row in STANDS
+    ]
+    advantages = [torch.tensor(row) for row in ([1.0, -2.0, 3.0, -4.0], [5.0], [6.0, -7.0, 8.0])]
+    expected = -sum((one * by).sum() for one, by in zip(logprobs, advantages, strict=True)) / 8
+    expected.backward()
+
+    mine = part(context, Weighted(), budget, TREES)
+    metrics = loss_metrics([mine.run(backend, 1.0, train=True)], context)
+    assert (len(mine.micros) > 1) == (budget == 6)
+    assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            backend.parameters[name].grad, parameter.grad, atol=1e-5, rtol=1e-4
+        )
+    # Recorded where they stand in their rows.
+    kept = [[True, True, False, True, True], [True, False, False, True, True]]
+    for number, row in enumerate((0, 2)):
+        recorded = torch.from_numpy(mine.recorded[number])
+        torch.testing.assert_close(
+            recorded[torch.tensor(kept[number])], logprobs[row].detach(), atol=1e-5, rtol=0
+        )
+
+
 def test_validation_leaves_no_gradients(context, backend):
     metrics = loss_metrics([part(context, Weighted()).run(backend, 1.0, train=False)], context)
     assert metrics["loss"] == pytest.approx(float(by_hand().detach()), rel=1e-5)
@@ -145,7 +197,7 @@ def test_an_update_reads_what_its_losses_declare_once():
     base = {"prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "weight_version"}
     names = loss_reads([(BATCH, Weighted()), (BATCH, WithTopK()), (BATCH, InGroups())])
     names_of_losses = {"advantages", "topk_ids", "pair", "group"}
-    assert set(names) == base | names_of_losses | {"record_id", "lag"}
+    assert set(names) == base | names_of_losses | {"record_id", "lag", "branches"}
     assert len(names) == len(set(names))
 
 

@@ -97,6 +97,33 @@ def test_columns_come_back_under_the_names_that_were_asked_for(pool):
     assert set(batch.join(made).names) > {"unknown", "old_logprobs"}
 
 
+def test_rows_that_branch_get_a_value_per_token_where_it_stands(pool):
+    branches = [[], [[2, 0]], [[1, -2]], [], [], []]
+    responses = [[5], [6, 7, 8, 9], [3, 4, 5], [1, 2], [7], [2]]
+    mask = [[1] * len(row) for row in responses]
+    batch = make_batch()
+    batch = batch.with_columns(
+        response_ids=tokens(responses), loss_mask=tokens(mask, torch.uint8), branches=branches
+    )
+    # The sequences, written out: the second row's other one, and the conversation within the third.
+    prompts = [row.tolist() for row in batch["prompt_ids"]]
+    plain = batch.take(np.array([0, 1, 1, 2, 2, 3])).with_columns(
+        branches=[[]] * 6,
+        prompt_ids=tokens([prompts[0], prompts[1], prompts[1], prompts[2], [4], prompts[3]]),
+        response_ids=tokens([[5], [6, 7], [6, 8, 9], [3], [5], [1, 2]]),
+        loss_mask=tokens([[1], [1, 1], [1, 1, 1], [1], [1], [1, 1]], torch.uint8),
+    )
+    group = make_group(pool)
+    columns = {"logprobs": "logprobs", "entropy": "entropy"}
+    found, expected = group.logprobs(batch, columns, 2), group.logprobs(plain, columns, 2)
+    for name in ("logprobs", "entropy", "topk_logprobs"):
+        values = [row.tolist() for row in expected[name]]
+        zero = torch.zeros_like(expected[name].values[:1]).tolist()
+        rows = [values[0], values[1] + values[2][1:], values[3] + zero + values[4], values[5]]
+        for row, of_row in zip(found[name], rows, strict=False):
+            torch.testing.assert_close(row, torch.tensor(of_row), atol=1e-5, rtol=0)
+
+
 def test_a_batch_of_no_rows_gives_empty_columns_of_the_right_kind(pool):
     group, none = make_group(pool), make_batch().take(slice(0, 0))
     made = group.logprobs(none, {"logprobs": "logprobs"}, 2)
