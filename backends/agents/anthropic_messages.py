@@ -10,7 +10,12 @@ from hybridflow.backends.agents.api import Api, Asked, Object, count, listed, ne
 from hybridflow.backends.agents.conversation import AgentError, Reply
 from hybridflow.backends.agents.rendering import content
 
-ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 """Status -> the type of an error; others are "invalid_request_error"."""
 REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 

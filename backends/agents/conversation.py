@@ -36,6 +36,10 @@ class AgentError(HybridFlowError):
     """An agent asked the model for what cannot be; told to the agent, not to the run."""
 
 
+class TooManyCalls(AgentError):
+    """An agent asks faster than the model answers."""
+
+
 class EpisodeOver(AgentError):
     """The episode of an agent that asks the model has ended, by a limit or with the run."""
 
@@ -70,6 +74,8 @@ class Reply:
         return list(self.message.get("tool_calls", ()))
 
 
+MOST_WAITING = 256
+"""Calls of one episode that may wait."""
 Ask = Callable[[Answer], "Future[Turn]"]
 """The tokens to go on after, and the turn's limit -> the model's turn."""
 
@@ -152,6 +158,11 @@ class Conversation:
         # An agent may cease to wait; the turn comes all the same.
         call.reply.set_running_or_notify_cancel()
         with self._lock:
+            if len(self._waiting) >= MOST_WAITING:
+                raise TooManyCalls(
+                    f"{MOST_WAITING} calls of this episode wait for the model, which answers one "
+                    "after the other; wait for answers before asking again"
+                )
             self._waiting.append(call)
             alone = len(self._waiting) == 1
         if alone:

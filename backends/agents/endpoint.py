@@ -25,7 +25,13 @@ import attrs
 from hybridflow.backends.agents.anthropic_messages import AnthropicMessages
 from hybridflow.backends.agents.api import Api, Asked, Object
 from hybridflow.backends.agents.chat_completions import ChatCompletions
-from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver, Reply
+from hybridflow.backends.agents.conversation import (
+    AgentError,
+    Conversation,
+    EpisodeOver,
+    Reply,
+    TooManyCalls,
+)
 from hybridflow.backends.agents.responses import Responses
 from hybridflow.core.errors import DataError, HybridFlowError
 from hybridflow.core.values.text import shorten
@@ -216,6 +222,8 @@ class _Handler:
             replies = await _unless_gone(request, call)
         except EpisodeOver as error:
             raise _Refused(410, str(error)) from error
+        except TooManyCalls as error:
+            raise _Refused(429, str(error)) from error
         except (AgentError, DataError) as error:
             raise _Refused(400, str(error)) from error
         made = self.api.write(asked, replies, door.conversation.renderer.tokenizer.decode)
@@ -235,7 +243,8 @@ async def _unless_gone(request: Any, call: _Call) -> Sequence[Reply]:
     both: set[asyncio.Future[Any]] = {waits, gone}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if gone.done():
-        waits.cancel()
+        if not waits.cancel():
+            waits.exception()  # has been seen: it would be logged
         call.left = True
         raise _ClientIsGone
     gone.cancel()

@@ -1,4 +1,4 @@
-"""Calls of environments: many at once, each in a thread of its own, with a deadline.
+"""Calls of environments: many at once, in threads of their own or an event loop, with a deadline.
 
     submit -> waiting -> running, at most `at_once` -> take: what it returned, raised, or "too late"
 
@@ -14,12 +14,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import attrs
 
+MOST_THREADS = 10_000
+"""Of what `async` environments leave to threads (asyncio.to_thread); they begin as needed."""
 THREAD = "environment"
 """Name of the threads."""
 SILENT_S = 40.0
@@ -57,9 +61,10 @@ class EnvironmentCalls:
         self.silent = silent
         self._waiting: deque[tuple[int, Callable[[], Any], float]] = deque()
         """Key, call, and when it must have been answered by time.monotonic."""
-        self._running: dict[int, tuple[threading.Thread, float]] = {}
-        """Key -> the thread of the call, and its deadline by time.monotonic."""
-        self._answers: SimpleQueue[tuple[int, threading.Thread, Answered]] = SimpleQueue()
+        self._running: dict[int, tuple[Any, float]] = {}
+        """Key -> the thread of the call, or another mark of it, and its deadline by
+        time.monotonic."""
+        self._answers: SimpleQueue[tuple[int, Any, Answered]] = SimpleQueue()
         self._late: list[threading.Thread] = []
         self._loop = _Loop()
 
@@ -107,8 +112,7 @@ class EnvironmentCalls:
         while self._running and (left := end - time.monotonic()) > 0:
             self._received(left)
             self._overdue()
-        self._late += [thread for thread, _ in self._running.values()]
-        self._running.clear()
+        self._give_up(list(self._running))
 
     def close(self) -> None:
         """Forget what has not been answered; threads that still run end by themselves."""
@@ -121,17 +125,25 @@ class EnvironmentCalls:
         while self._waiting and len(self._running) < self.at_once:
             key, call, latest = self._waiting.popleft()
             deadline = min(time.monotonic() + self.timeout_s, latest)
-            thread = threading.Thread(
-                target=self._work, args=(key, call, deadline), name=THREAD, daemon=True
-            )
-            self._running[key] = (thread, deadline)
-            thread.start()
+            # What is `async` from its beginning needs no thread.
+            mark: Any = object()
+            alone = not inspect.iscoroutinefunction(call)
+            if alone:
+                mark = threading.Thread(
+                    target=self._work, args=(key, call, deadline), name=THREAD, daemon=True
+                )
+            self._running[key] = (mark, deadline)
+            if alone:
+                mark.start()
+            else:
+                begun = self._loop.begun(call(), deadline - time.monotonic())
+                begun.add_done_callback(partial(self._done, key, mark))
             if self.arrived is not None and not math.isinf(deadline):
-                self._loop.at(deadline, self._passed, key, thread)
+                self._loop.at(deadline, self._passed, key, mark)
 
-    def _passed(self, key: int, thread: threading.Thread) -> None:
+    def _passed(self, key: int, mark: Any) -> None:
         """Tell whoever waits elsewhere that the deadline of a call has passed."""
-        if self.arrived is not None and self._running.get(key, (None,))[0] is thread:
+        if self.arrived is not None and self._running.get(key, (None,))[0] is mark:
             self.arrived()
 
     def _work(self, key: int, call: Callable[[], Any], deadline: float) -> None:
@@ -139,12 +151,23 @@ class EnvironmentCalls:
         try:
             value = call()
             if inspect.isawaitable(value):
-                answer = self._loop.answered(value, deadline - time.monotonic())
+                answer = self._loop.begun(value, deadline - time.monotonic()).result()
             else:
                 answer = Answered(value)
         except BaseException as error:  # a tool that calls sys.exit must not be waited for
             answer = Answered(error=error)
-        self._answers.put((key, threading.current_thread(), answer))
+        self._put(key, threading.current_thread(), answer)
+
+    def _done(self, key: int, mark: Any, done: Future[Answered]) -> None:
+        """Take the answer of a call that had no thread."""
+        try:
+            answer = done.result()
+        except BaseException as error:
+            answer = Answered(error=error)
+        self._put(key, mark, answer)
+
+    def _put(self, key: int, mark: Any, answer: Answered) -> None:
+        self._answers.put((key, mark, answer))
         if self.arrived is not None:
             self.arrived()
 
@@ -155,10 +178,10 @@ class EnvironmentCalls:
         block = wait_s > 0
         try:
             while True:
-                key, thread, answer = self._answers.get(block, timeout)
+                key, mark, answer = self._answers.get(block, timeout)
                 block = False
                 # One that came after its deadline has been answered for.
-                if self._running.get(key, (None,))[0] is thread:
+                if self._running.get(key, (None,))[0] is mark:
                     del self._running[key]
                     answers.append((key, answer))
         except Empty:
@@ -168,8 +191,12 @@ class EnvironmentCalls:
         """Give up the calls whose deadline has passed."""
         now = time.monotonic()
         late = [key for key, (_, deadline) in self._running.items() if deadline <= now]
-        self._late += [self._running.pop(key)[0] for key in late]
+        self._give_up(late)
         return [(key, Answered(late=True)) for key in late]
+
+    def _give_up(self, keys: Sequence[int]) -> None:
+        marks = [self._running.pop(key)[0] for key in keys]
+        self._late += [mark for mark in marks if isinstance(mark, threading.Thread)]
 
 
 class _Loop:
@@ -180,8 +207,11 @@ class _Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
 
-    def answered(self, coroutine: Awaitable[Any], timeout_s: float) -> Answered:
-        """Wait for a coroutine; after `timeout_s` it is cancelled. Raises what it raises."""
+    def begun(self, coroutine: Awaitable[Any], timeout_s: float) -> Future[Answered]:
+        """Begin a coroutine; after `timeout_s` it is cancelled. The future raises what it raises.
+
+        Raises RuntimeError after `stop`.
+        """
 
         async def bounded() -> Answered:
             limit = asyncio.timeout(None if math.isinf(timeout_s) else timeout_s)
@@ -202,8 +232,7 @@ class _Loop:
                 if inspect.iscoroutine(coroutine):
                     coroutine.close()  # Python warns of one that is never awaited
                 raise
-            found = asyncio.run_coroutine_threadsafe(bounded(), loop)
-        return found.result()
+            return asyncio.run_coroutine_threadsafe(bounded(), loop)
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Make a call in the loop's thread as soon as time.monotonic is `when`."""
@@ -222,6 +251,9 @@ class _Loop:
             raise RuntimeError("the calls are closed")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            # Python's own has a handful: agents that wait in threads for turns of the model, which
+            # wait for other agents, would wait for ever.
+            self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
             threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
         return self._loop
 

@@ -65,6 +65,25 @@ def test_steps_are_generated_ahead_in_a_pool_of_the_engines(tmp_path, name):
 
 
 @matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ENGINES)
+def test_two_ranks_of_engines_that_never_stop(tmp_path, name, tp):
+    """Two replicas, or one on both; each replica has a process group of its own."""
+    pytest.importorskip(name)
+    write(tmp_path, **WIDER)
+    apart = ["runtime=ray", "pools={main=[1], engines=[2]}", "actor.generation.pool=engines"]
+    apart += [f"actor.generation.tp={tp}", "run.max_staleness=2", "algorithm.correction=truncate"]
+    # vLLM in a process of its own has one rank.
+    engine = [one for one in ENGINES[name] if tp == 1 or "own_process" not in one]
+    ran(tmp_path, *apart, "run.steps=6", *engine)
+    rows = learning(tmp_path / "runs/tiny")
+    lags = [row["actor/staleness_max"] for row in rows]
+    assert len(rows) == 6 and lags[0] == 0.0 and 0 < max(lags) <= 2.0
+    assert all(0 < row["actor/mismatch_mean"] < 1e-4 for row in rows)  # of probes
+
+
+@matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ENGINES)
 def test_responses_outlive_a_step(tmp_path, name):

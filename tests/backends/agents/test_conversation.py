@@ -6,7 +6,13 @@ import pytest
 from helpers.conversations import CALL, END, TOKENIZER, ScriptedModel
 from helpers.templates import family
 
-from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver
+from hybridflow.backends.agents.conversation import (
+    MOST_WAITING,
+    AgentError,
+    Conversation,
+    EpisodeOver,
+    TooManyCalls,
+)
 from hybridflow.backends.agents.rendering import ChatRenderer
 from hybridflow.core.errors import DataError
 
@@ -152,7 +158,9 @@ def test_calls_at_the_same_time_are_answered_in_their_order():
 
 def test_calls_that_wait_when_the_episode_ends_hear_of_it():
     model = ScriptedModel()
-    replies = [model.chat(USER) for _ in range(3000)]
+    replies = [model.chat(USER) for _ in range(MOST_WAITING)]
+    with pytest.raises(TooManyCalls, match="256 calls of this episode wait"):
+        model.chat(USER)
 
     def over(answer):
         raise EpisodeOver("the episode has ended")

@@ -1,7 +1,8 @@
 """Agents that go on from wherever they like: what is trained is what was sampled, behind what had stood before it.
 
-A scripted sampler in the place of the engine writes down what stood before each turn. Then every sequence of the batch, as
-the trainer computes them, is compared with that. The templates of six families, written for these tests (helpers/templates.py).
+What stood before each turn of a scripted sampler, in the place of the engine, is written down. Then every sequence of the
+batch, as the trainer computes them, is compared with that. The templates of six families, written for these tests, are in
+helpers/templates.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 from helpers.paths import EVERY
 from helpers.templates import FAMILIES, WITH_TOOLS, family
+from helpers.trees import compare, recording
 
 from hybridflow.core.contracts.rollout import Completion, Request, SamplingParams
 from hybridflow.core.job.sections import EnvironmentSection
-from hybridflow.core.values.branches import sequences
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.kit.testing import one_rank
@@ -78,13 +79,11 @@ async def wanders(model, row):
 
 
 class Sampler:
-    """Answers each request with a drawn text, or a call; writes down what stood before it."""
+    """Answers each request with a drawn text, or a call."""
 
     def __init__(self, tokenizer, end: int, tools: bool):
         self.tokenizer, self.end, self.tools = tokenizer, end, tools
         self.draws = random.Random(0)
-        self.made: list[tuple[int, list[int], list[int], list[float]]] = []
-        """(row, all tokens before, the turn, its logprobs)."""
         self.nudge = None
 
     def generate(self, requests):
@@ -103,8 +102,6 @@ class Sampler:
         if len(ids) > request.sampling.max_tokens - prefix:
             ids, reason = ids[: request.sampling.max_tokens - prefix], "length"
         logprobs = [-self.draws.random() for _ in ids]
-        before = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
-        self.made.append((request.id, before, ids, logprobs))
         return Completion(
             request.id,
             np.array([*request.prefix_ids, *ids]),
@@ -120,6 +117,7 @@ def test_what_is_trained_is_what_was_sampled_behind_what_had_stood_before_it(nam
     tokenizer = family(name)
     [end] = tokenizer.encode(FAMILIES[name][2]).tolist()
     sampler = Sampler(tokenizer, end, name in WITH_TOOLS)
+    made = recording(sampler)
     options = {"function": f"{__name__}:wanders"}
     spec = Episodes(EnvironmentSection("agent", CALLS + 1, options, at_once=ROWS), tokenizer)
     sampling = SamplingParams(4000, stop_token_ids=(end,))
@@ -128,40 +126,14 @@ def test_what_is_trained_is_what_was_sampled_behind_what_had_stood_before_it(nam
     with one_rank() as context:
         batch = run_episodes(sampler, requests, metas, spec, context)
     assert batch["outcome"].values == ["complete"] * ROWS
-    assert len(sampler.made) == CALLS * ROWS
+    assert len(made) == CALLS * ROWS
 
-    found = sequences(batch)
-    assert found is not None
-    trained: dict[tuple, list] = {}
-    lines = zip(
-        found.owners,
-        *(
-            found.batch[one]
-            for one in ("prompt_ids", "response_ids", "loss_mask", "turn", "rollout_logprobs")
-        ),
-        strict=True,
-    )
-    for owner, prompt, ids, mask, turns, logprobs in lines:
-        whole = [*prompt.tolist(), *ids.tolist()]
-        counted = np.flatnonzero(mask.numpy())
-        for turn in np.unique(turns.numpy()[counted]):
-            at = counted[turns.numpy()[counted] == turn]
-            assert at.tolist() == list(range(at[0], at[-1] + 1))
-            start, stop = len(prompt) + at[0], len(prompt) + at[-1] + 1
-            key = (owner, *whole[:start], -1, *whole[start:stop])
-            values = np.float32(logprobs.numpy()[at]).tolist()
-            trained.setdefault(key, []).append(values)
-    for row, before, ids, logprobs in sampler.made:
-        values = trained[(row, *before, -1, *ids)]
-        values.remove(np.float32(logprobs).tolist())
-    assert not any(trained.values())
+    compare(batch, made)
 
     if name in REWRITES:
         return
     # What had stood there is what transformers renders of the agent's messages.
-    stood = {
-        (row, tokenizer.decode(before, skip_special=False)) for row, before, *_ in sampler.made
-    }
+    stood = {(row, tokenizer.decode(before, skip_special=False)) for row, before, *_ in made}
     for row in range(ROWS):
         for said in asked[f"{name}{row}"]:
             for tools in ([TOOL], None) if name in WITH_TOOLS else (None,):
