@@ -34,14 +34,14 @@ from common import ROOT, emit
 sys.path.insert(0, str(ROOT / "tests"))
 from helpers.templates import family
 
-from hybridflow.backends.agents.conversation import Conversation
-from hybridflow.backends.agents.endpoint import ADDRESS, endpoint
-from hybridflow.backends.agents.rendering import ChatRenderer
 from hybridflow.core.contracts.environment import Answer, Turn
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
+from hybridflow.kit.chat.conversation import Conversation
+from hybridflow.kit.chat.endpoint import ADDRESS, endpoint
+from hybridflow.kit.chat.rendering import ChatRenderer
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.testing import one_rank
 

@@ -15,6 +15,10 @@ COMMANDS = {
         "Write a run's model as a Hugging Face folder, with a model card.",
     ),
     "chat": ("chat:ChatCommand", "Talk to a model in the terminal."),
+    "serve": (
+        "serve:ServeCommand",
+        "Serve a model to programs, as agents reach it in a run: clients of OpenAI and Anthropic.",
+    ),
     "generate": ("generate:GenerateCommand", "Generate responses to prompts, as JSON lines."),
 }
 """Name -> where the command is, and its summary."""

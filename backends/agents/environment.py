@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from hybridflow.backends.agents.conversation import AgentError, Conversation, EpisodeOver, Reply
-from hybridflow.backends.agents.endpoint import endpoint
-from hybridflow.backends.agents.parsing import FORMATS
-from hybridflow.backends.agents.rendering import ChatRenderer, Message, PlainRenderer, Renderer
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.plugins import registry
+from hybridflow.kit.chat.conversation import AgentError, Conversation, EpisodeOver, Reply
+from hybridflow.kit.chat.endpoint import endpoint
+from hybridflow.kit.chat.parsing import FORMATS
+from hybridflow.kit.chat.rendering import ChatRenderer, Message, PlainRenderer, Renderer
 
 log = logging.getLogger(__name__)
 THREAD = "agent"
@@ -68,12 +68,7 @@ class Reached:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables by which the clients of OpenAI and Anthropic find it."""
-        return {
-            "OPENAI_BASE_URL": self.url,
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": endpoint().url,
-            "ANTHROPIC_API_KEY": self.key,
-        }
+        return endpoint().variables(self.key)
 
     def end(self) -> None:
         """End the key, if there is one."""
@@ -179,7 +174,7 @@ class AgentEnvironment(Environment):
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Show that the tokenizer's template can be followed (rendering.py)."""
-        if remark := self._renderer(tokenizer).check():
+        if remark := self._renderer(tokenizer).check('set environment.options.chat = "plain"'):
             log.warning("%s", remark)
 
     def _renderer(self, tokenizer: Tokenizer) -> Renderer:

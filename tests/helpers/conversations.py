@@ -7,9 +7,9 @@ from concurrent.futures import Future
 import numpy as np
 
 from helpers.templates import family
-from hybridflow.backends.agents.conversation import Conversation
-from hybridflow.backends.agents.rendering import ChatRenderer
 from hybridflow.core.contracts.environment import Answer, Turn
+from hybridflow.kit.chat.conversation import Conversation
+from hybridflow.kit.chat.rendering import ChatRenderer
 
 TOKENIZER = family("qwen2.5")
 END = int(TOKENIZER.encode("<|im_end|>")[0])

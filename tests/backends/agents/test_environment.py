@@ -19,13 +19,13 @@ from helpers.templates import family
 from openai.types.chat.chat_completion import Choice
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.backends.agents.conversation import EpisodeOver
 from hybridflow.backends.agents.environment import THREAD, AgentEnvironment
 from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
+from hybridflow.kit.chat.conversation import EpisodeOver
 from hybridflow.kit.testing import TinyRun
 from hybridflow.kit.testing.runs import MODEL
 

@@ -16,9 +16,9 @@ import openai
 import pytest
 from helpers.conversations import CALL, END, TOKENIZER, ScriptedModel
 
-from hybridflow.backends.agents import endpoint as module
-from hybridflow.backends.agents.conversation import EpisodeOver
-from hybridflow.backends.agents.endpoint import endpoint
+from hybridflow.kit.chat import conversation, endpoint as module
+from hybridflow.kit.chat.conversation import EpisodeOver
+from hybridflow.kit.chat.endpoint import endpoint
 
 SYSTEM, QUESTION, RESULT, ANSWER = "Add.", "1+2?", "three", "<think>\nEasy.\n</think>\n\nIt is 3"
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -378,6 +378,16 @@ def test_calls_at_the_same_time_get_an_answer_each(reach):
     assert model.contexts == [TOKENIZER.apply_chat_template([USER]).tolist()] * 4
 
 
+def test_an_agent_that_asks_faster_than_the_model_answers_is_told(reach, monkeypatch):
+    monkeypatch.setattr(conversation, "MOST_WAITING", 2)
+    model = ScriptedModel()
+    where = reach(model)
+    for _ in range(2):
+        model.chat(USER)
+    with pytest.raises(openai.RateLimitError, match="2 calls of this episode wait"):
+        openai.OpenAI(**where).chat.completions.create(model="m", messages=[USER])
+
+
 def test_a_request_that_is_too_large_is_refused(reach, monkeypatch):
     monkeypatch.setattr(module, "LARGEST", 2**20)
     model = ScriptedModel("3")
@@ -389,7 +399,7 @@ def test_a_request_that_is_too_large_is_refused(reach, monkeypatch):
 def test_without_its_packages_an_endpoint_says_what_to_install():
     code = (
         "import sys\nsys.modules['uvicorn'] = None\n"
-        "from hybridflow.backends.agents.endpoint import endpoint\n"
+        "from hybridflow.kit.chat.endpoint import endpoint\n"
         "try:\n    endpoint()\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

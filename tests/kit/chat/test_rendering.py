@@ -8,8 +8,8 @@ import pytest
 from helpers.sources import char
 from helpers.templates import FAMILIES, QWEN25, WITH_TOOLS, chat_tokenizer, family
 
-from hybridflow.backends.agents.rendering import ChatRenderer, PlainRenderer, content, normalised
 from hybridflow.core.errors import ConfigError, DataError
+from hybridflow.kit.chat.rendering import ChatRenderer, PlainRenderer, content, normalised
 
 TOOL = {
     "type": "function",
@@ -74,9 +74,13 @@ def test_a_conversation_of_texts_has_the_tokens_of_its_template(name):
 
 
 def test_each_family_passes_and_those_that_change_earlier_turns_are_told():
-    told = {name for name in FAMILIES if ChatRenderer(family(name)).check()}
+    told = {
+        name
+        for name in FAMILIES
+        if ChatRenderer(family(name)).check('set environment.options.chat = "plain"')
+    }
     assert told == {"qwen3", "mistral", "phi4"}
-    assert "once" in ChatRenderer(family("qwen3")).check()
+    assert "once" in ChatRenderer(family("qwen3")).check('set environment.options.chat = "plain"')
 
 
 COUNTS = QWEN25.replace(
@@ -101,12 +105,12 @@ COUNTS = QWEN25.replace(
 )
 def test_a_template_that_cannot_be_followed_is_refused(template, said):
     with pytest.raises(ConfigError, match=said):
-        ChatRenderer(chat_tokenizer(template)).check()
+        ChatRenderer(chat_tokenizer(template)).check('set environment.options.chat = "plain"')
 
 
 def test_a_tokenizer_without_a_template_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r'environment.options.chat = "plain"'):
-        ChatRenderer(char()).check()
+        ChatRenderer(char()).check('set environment.options.chat = "plain"')
 
 
 def test_options_reach_the_template():
@@ -118,7 +122,7 @@ def test_options_reach_the_template():
 
 def test_plain_conversations_are_contents_one_after_the_other():
     renderer = PlainRenderer(char())
-    assert renderer.check() == ""
+    assert renderer.check('set environment.options.chat = "plain"') == ""
     said = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+"}]
     assert renderer.begin(said, ()) == char().encode("12+").tolist()
     assert (

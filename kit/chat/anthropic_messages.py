@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridflow.backends.agents.api import Api, Asked, Object, count, listed, new_id, texts
-from hybridflow.backends.agents.conversation import AgentError, Reply
-from hybridflow.backends.agents.rendering import content
+from hybridflow.kit.chat.api import Api, Asked, Object, count, listed, new_id, texts
+from hybridflow.kit.chat.conversation import AgentError, Reply
+from hybridflow.kit.chat.rendering import content
 
 ERRORS = {
     401: "authentication_error",

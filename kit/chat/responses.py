@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridflow.backends.agents.api import Api, Asked, Object, count, listed, new_id, refuse
-from hybridflow.backends.agents.chat_completions import ERRORS
-from hybridflow.backends.agents.conversation import AgentError, Reply
-from hybridflow.backends.agents.rendering import content
+from hybridflow.kit.chat.api import Api, Asked, Object, count, listed, new_id, refuse
+from hybridflow.kit.chat.chat_completions import ERRORS
+from hybridflow.kit.chat.conversation import AgentError, Reply
+from hybridflow.kit.chat.rendering import content
 
 
 class Responses(Api):

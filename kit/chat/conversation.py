@@ -25,11 +25,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hybridflow.backends.agents.parsing import message_of
-from hybridflow.backends.agents.rendering import Message, Renderer, normalised
 from hybridflow.core.contracts.environment import Answer, Turn
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.values.branches import ALONE
+from hybridflow.core.values.branches import AFTER_PROMPT, ALONE
+from hybridflow.kit.chat.parsing import message_of
+from hybridflow.kit.chat.rendering import Message, Renderer, normalised
 
 
 class AgentError(HybridFlowError):
@@ -169,6 +169,11 @@ class Conversation:
             self._serve()
         return call.reply
 
+    def goes_on(self, keys: Sequence[bytes]) -> bool:
+        """Return whether a call with these `keys_of` goes on from a turn of the model here."""
+        point, _ = self._found(keys)
+        return point is not None and point.at != AFTER_PROMPT
+
     def _serve(self) -> None:
         """Ask the model for the calls that wait, until it answers one of them."""
         more = True
@@ -201,7 +206,7 @@ class Conversation:
 
     def _asked(self, call: _Call) -> Answer:
         """Return a call's tokens, and where they go on. Raises DataError."""
-        call.keys = _keys(call.sent, call.tools)
+        call.keys = keys_of(call.sent, call.tools)
         point, new = self._found(call.keys)
         first = not self._points
         if point is None:
@@ -265,11 +270,14 @@ class Conversation:
         ]
 
 
-def _keys(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
-    """Return a digest of the tools, and of them and the messages up to each one."""
-    keys = [_digest(b"", tools)]
+def keys_of(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
+    """Return a digest of the tools, and of them and the messages up to each one.
+
+    Raises DataError for a message that is none.
+    """
+    keys = [_digest(b"", list(tools))]
     for message in messages:
-        keys.append(_digest(keys[-1], _compared(message)))
+        keys.append(_digest(keys[-1], _compared(normalised(message))))
     return keys
 
 

@@ -18,42 +18,59 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
-from hybridflow.backends.agents.anthropic_messages import AnthropicMessages
-from hybridflow.backends.agents.api import Api, Asked, Object
-from hybridflow.backends.agents.chat_completions import ChatCompletions
-from hybridflow.backends.agents.conversation import (
+from hybridflow.core.errors import DataError, HybridFlowError
+from hybridflow.core.values.text import shorten
+from hybridflow.kit.chat.anthropic_messages import AnthropicMessages
+from hybridflow.kit.chat.api import Api, Asked, Object
+from hybridflow.kit.chat.chat_completions import ChatCompletions
+from hybridflow.kit.chat.conversation import (
     AgentError,
-    Conversation,
     EpisodeOver,
     Reply,
     TooManyCalls,
 )
-from hybridflow.backends.agents.responses import Responses
-from hybridflow.core.errors import DataError, HybridFlowError
-from hybridflow.core.values.text import shorten
+from hybridflow.kit.chat.rendering import Renderer
+from hybridflow.kit.chat.responses import Responses
 
 log = logging.getLogger(__name__)
 ADDRESS = "127.0.0.1"
 APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), AnthropicMessages())
 LARGEST = 32 * 2**20
 """Bytes of a request."""
+REMEMBERED = 10_000
+"""Calls and answers of a key that later ones may refer to."""
 START_S = 30.0
 """Seconds that the server may take to start."""
 
 
-class Door:
-    """One episode at the endpoint."""
+class Chats(Protocol):
+    """What answers calls: a Conversation, or many of them."""
 
-    def __init__(self, conversation: Conversation):
-        self.conversation = conversation
+    renderer: Renderer
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Future[Reply]:
+        """As Conversation.chat."""
+
+
+class Door:
+    """One key at the endpoint, an episode's for one."""
+
+    def __init__(self, chats: Chats):
+        self.chats = chats
         self.earlier: dict[str, Sequence[Object]] = {}
         """Id of an answer -> the messages that a call which names it goes on from."""
         self.calls: dict[bytes, _Call] = {}
-        """The last call of each request, by the digest of its body."""
+        """The last call of each request, by the digest of its body; the newest REMEMBERED ones."""
 
     def ask(self, asked: Asked, body: bytes, again: bool) -> _Call:
         """Ask, or return the call that the same request has made before.
@@ -64,14 +81,20 @@ class Door:
         digest = hashlib.sha256(body).digest()
         call = self.calls.get(digest)
         if call is None or not (again or call.left):
-            chat = self.conversation.chat
+            chat = self.chats.chat
             answers = [
                 chat(asked.messages, asked.tools, asked.max_tokens, asked.stop)
                 for _ in range(asked.samples)
             ]
             call = self.calls[digest] = _Call(answers)
+            _forget_old(self.calls)
         call.left = False
         return call
+
+
+def _forget_old(held: dict[Any, Any]) -> None:
+    while len(held) > REMEMBERED:
+        del held[next(iter(held))]
 
 
 @attrs.define(eq=False)
@@ -86,8 +109,11 @@ class _Call:
 class Endpoint:
     """The server of one process."""
 
-    def __init__(self) -> None:
-        """Start it. Raises HybridFlowError where its packages are missing."""
+    def __init__(self, port: int = 0) -> None:
+        """Start it, with port 0 at a free one.
+
+        Raises HybridFlowError where its packages are missing, or the port is taken.
+        """
         try:
             import uvicorn
             from starlette.applications import Starlette
@@ -102,7 +128,10 @@ class Endpoint:
         routes = [Route(api.path, _Handler(self, api), methods=["POST"]) for api in APIS]
         routes.append(Route("/v1/models", self._models))
         app = Starlette(routes=routes, exception_handlers={404: _not_here, 405: _not_here})
-        listener = socket.create_server((ADDRESS, 0), backlog=1024)
+        try:
+            listener = socket.create_server((ADDRESS, port), backlog=1024)
+        except OSError as error:
+            raise HybridFlowError(f"port {port} cannot be served: {error.strerror}") from error
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", loop="asyncio"
@@ -123,11 +152,20 @@ class Endpoint:
         """Its address, without the version in front of each path."""
         return f"http://{ADDRESS}:{self.port}"
 
-    def open(self, conversation: Conversation) -> str:
-        """Return a new key, by which clients reach a conversation."""
+    def open(self, chats: Chats) -> str:
+        """Return a new key, by which clients reach a conversation, or several."""
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._doors[key] = Door(conversation)
+        self._doors[key] = Door(chats)
         return key
+
+    def variables(self, key: str) -> dict[str, str]:
+        """Return environment variables by which the clients of OpenAI and Anthropic find it."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": key,
+        }
 
     def close(self, key: str) -> None:
         """End a key; safe to call twice."""
@@ -226,9 +264,10 @@ class _Handler:
             raise _Refused(429, str(error)) from error
         except (AgentError, DataError) as error:
             raise _Refused(400, str(error)) from error
-        made = self.api.write(asked, replies, door.conversation.renderer.tokenizer.decode)
+        made = self.api.write(asked, replies, door.chats.renderer.tokenizer.decode)
         if asked.goes_on_from is not None:
             door.earlier[made["id"]] = [*asked.goes_on_from, replies[0].message]
+            _forget_old(door.earlier)
         return asked, made
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridflow.backends.agents.api import Api, Asked, Object, count, listed, new_id, refuse, texts
-from hybridflow.backends.agents.conversation import Reply
+from hybridflow.kit.chat.api import Api, Asked, Object, count, listed, new_id, refuse, texts
+from hybridflow.kit.chat.conversation import Reply
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Status -> the type of an error; others are "invalid_request_error"."""

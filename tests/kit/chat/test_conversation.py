@@ -6,15 +6,15 @@ import pytest
 from helpers.conversations import CALL, END, TOKENIZER, ScriptedModel
 from helpers.templates import family
 
-from hybridflow.backends.agents.conversation import (
+from hybridflow.core.errors import DataError
+from hybridflow.kit.chat.conversation import (
     MOST_WAITING,
     AgentError,
     Conversation,
     EpisodeOver,
     TooManyCalls,
 )
-from hybridflow.backends.agents.rendering import ChatRenderer
-from hybridflow.core.errors import DataError
+from hybridflow.kit.chat.rendering import ChatRenderer
 
 USER = {"role": "user", "content": "1+2?"}
 MORE = {"role": "user", "content": "Sure?"}
@@ -230,7 +230,7 @@ def test_a_turn_that_cannot_be_read_is_an_error_for_who_waits(monkeypatch):
     def broken(*_):
         raise ValueError("no such format")
 
-    monkeypatch.setattr("hybridflow.backends.agents.conversation.message_of", broken)
+    monkeypatch.setattr("hybridflow.kit.chat.conversation.message_of", broken)
     model = ScriptedModel()
     reply = model.chat(USER)
     model.answers("It is 3")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hybridflow.backends.agents.parsing import message_of
+from hybridflow.kit.chat.parsing import message_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from hybridflow.backends.agents.conversation import AgentError, Reply
 from hybridflow.core.values.text import shorten
+from hybridflow.kit.chat.conversation import AgentError, Reply
 
 Object = dict[str, Any]
 """A JSON object."""

@@ -30,7 +30,7 @@ TURNS = ("a", "b")
 TRIES = 20
 """Number of random conversations of a proof."""
 WORDS = ("", "no", "Yes.", "two\nlines\n", " 12 + 3 = ", "<b>é</b>", "\u2603")
-PLAIN = 'environment.options.chat = "plain", by which messages are their contents alone'
+PLAIN = "by which messages are their contents alone"
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -50,8 +50,11 @@ class Renderer(ABC):
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
-    def check(self) -> str:
-        """Raise ConfigError where the tokenizer cannot be used; return a remark, or ""."""
+    def check(self, plain: str) -> str:
+        """Raise ConfigError where the tokenizer cannot be used; return a remark, or "".
+
+        plain: how a PlainRenderer is asked for, as "set x = y".
+        """
         return ""
 
     @abstractmethod
@@ -120,7 +123,7 @@ class ChatRenderer(Renderer):
         ).tolist()
         return ids
 
-    def check(self) -> str:
+    def check(self, plain: str) -> str:
         """Show with random conversations that what follows a turn does not depend on others.
 
         Returns a remark where the template writes earlier turns differently once others follow.
@@ -130,7 +133,7 @@ class ChatRenderer(Renderer):
         try:
             self._rendered([USER], ())
         except DataError as error:
-            raise ConfigError(f"{error}; or set {PLAIN}") from error
+            raise ConfigError(f"{error}; or {plain}, {PLAIN}") from error
         remark = ""
         for before, turn, after, tools in self._conversations():
             try:
@@ -138,12 +141,12 @@ class ChatRenderer(Renderer):
                 whole = self._rendered([*before, turn, *after], tools)
                 said = self._rendered([*before, turn], tools, complete=True)
             except DataError as error:
-                raise ConfigError(f"environment.options.chat: {error}; set {PLAIN}") from error
+                raise ConfigError(f"the chat template: {error}; {plain}, {PLAIN}") from error
             if whole[-len(between) :] != between:
                 raise ConfigError(
-                    "environment.options.chat: the chat template is not append-only: after "
+                    "the chat template is not append-only: after "
                     f"{shorten(str([*before, turn]))} it writes {shorten(str(after))} differently "
-                    f"than elsewhere; set {PLAIN}, or give the tokenizer another template"
+                    f"than elsewhere; {plain}, {PLAIN}, or give the tokenizer another template"
                 )
             # What stands between the last turn's beginning and its closing is the model's own.
             if not remark and whole[: len(said)] != said:

@@ -1,0 +1,158 @@
+"""Serves one engine to the conversations of clients, by the endpoint that agents are trained with.
+
+client -> Endpoint -> Desk: the conversation that the messages go on from
+                        -> Conversation -> Row: its tokens -> Request
+engine's loop, the main thread: requests in, turns out
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hybridflow.core.contracts.environment import Answer, Turn
+from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine, SamplingParams
+from hybridflow.core.contracts.tokenizer import Tokenizer
+from hybridflow.core.values.branches import AFTER_PROMPT, path
+from hybridflow.kit.chat.conversation import AgentError, Conversation, Reply, keys_of
+from hybridflow.kit.chat.rendering import Renderer
+
+CONVERSATIONS = 1000
+"""The most that are held; those that were not used for longest are forgotten, and begin anew."""
+IDLE_S = 0.5
+"""Seconds between two looks at whether the server is to end."""
+
+
+class Row:
+    """The tokens of one conversation and its branches."""
+
+    def __init__(self) -> None:
+        self.prompt = np.zeros(0, np.int64)
+        self.ids = np.zeros(0, np.int64)
+        self.branches: list[tuple[int, int]] = []
+        self.turn = 0
+        """Number of tokens of the last turn."""
+        self.context = path((), AFTER_PROMPT)
+
+    def asked(self, answer: Answer) -> tuple[np.ndarray, np.ndarray]:
+        """Take an answer's tokens; return the prompt, and what stands between it and the turn."""
+        if answer.keep is not None:
+            self.ids = self.ids[: len(self.ids) - self.turn + answer.keep]
+        if not len(self.prompt):
+            self.prompt = np.array(answer.ids, np.int64)
+        else:
+            before = len(self.ids) - 1
+            if answer.after is not None:
+                before = answer.after
+                self.branches.append((len(self.ids), before))
+            self.ids = np.concatenate([self.ids, np.array(answer.ids, np.int64)])
+            self.context = path(self.branches, len(self.ids) - 1 if answer.ids else before)
+        if self.context[0] == AFTER_PROMPT:
+            return self.prompt, self.ids[self.context[1:]]
+        return self.ids[self.context[:1]], self.ids[self.context[1:]]
+
+    def took(self, turn: np.ndarray) -> None:
+        """Take a turn of the model."""
+        self.turn = len(turn)
+        self.ids = np.concatenate([self.ids, turn])
+
+
+@attrs.define(eq=False)
+class Desk:
+    """All conversations of a server, each of which has its calls answered one after the other."""
+
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    renderer: Renderer
+    sampling: SamplingParams
+    room: int
+    """The largest number of tokens of a conversation with its answer."""
+    tools: str = "hermes"
+    """The form of the model's calls of tools (kit/chat/parsing.py)."""
+    answered: int = 0
+    """Number of turns of the model."""
+    _conversations: deque[Conversation] = attrs.field(factory=deque)
+    """Those used last come last."""
+    _asked: SimpleQueue[tuple[Request, Callable[[Completion], None]]] = attrs.field(
+        factory=SimpleQueue
+    )
+    _number: int = 0
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Future[Reply]:
+        """Have the model answer, in the conversation that the messages go on from, or a new one.
+
+        Called by the endpoint's thread alone. Raises AgentError, DataError.
+        """
+        keys = keys_of(messages, tools)
+        every = reversed(self._conversations)
+        found = next((one for one in every if one.goes_on(keys)), None)
+        if found is None:
+            row = Row()
+            found = Conversation(self.renderer, self.tools, partial(self._ask, row))
+            if len(self._conversations) == CONVERSATIONS:
+                self._conversations.popleft()
+        else:
+            self._conversations.remove(found)
+        self._conversations.append(found)
+        return found.chat(messages, tools, max_tokens, stop)
+
+    def _ask(self, row: Row, answer: Answer) -> Future[Turn]:
+        prompt, prefix = row.asked(answer)
+        left = self.room - len(prompt) - len(prefix)
+        if left < 1:
+            raise AgentError(
+                f"the conversation has {len(prompt) + len(prefix)} tokens, and there is room for "
+                f"{self.room}, its answer among them (data.max_prompt_tokens + sampling.max_tokens)"
+            )
+        limit = min(left, self.sampling.max_tokens, answer.max_tokens or left)
+        self._number += 1
+        request = Request(
+            self._number,
+            prompt,
+            attrs.evolve(self.sampling, max_tokens=len(prefix) + limit),
+            seed=self._number,
+            prefix_ids=prefix,
+            prefix_logprobs=np.zeros(len(prefix), np.float32),
+            prefix_versions=np.zeros(len(prefix), np.int64),
+        )
+        turn: Future[Turn] = Future()
+        turn.set_running_or_notify_cancel()
+        self._asked.put((request, partial(self._made, row, len(prefix), turn)))
+        self.engine.nudge()
+        return turn
+
+    def _made(self, row: Row, start: int, turn: Future[Turn], done: Completion) -> None:
+        ids = done.response_ids[start:]
+        row.took(ids)
+        self.answered += 1
+        text, cut = self.tokenizer.decode(ids), done.finish_reason == "length"
+        turn.set_result(Turn(0, text, ids, not cut, cut, done.logprobs[start:]))
+
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Run the engine until `ended`."""
+        running: dict[int, Callable[[Completion], None]] = {}
+        while not ended():
+            wait = not running
+            try:
+                while True:
+                    request, made = self._asked.get(wait, IDLE_S)
+                    self.engine.add(request)
+                    running[request.id] = made
+                    wait = False
+            except Empty:
+                pass
+            for done in self.engine.step() if running else ():
+                running.pop(done.id)(done)
