@@ -18,6 +18,13 @@ def hybridflow_plugins() -> list[Descriptor]:
             diagnosis=f"{package}.sandbox:diagnose",
         ),
         Descriptor("reward", "environment", f"{package}.environment:EnvironmentReward"),
+        Descriptor(
+            "reward",
+            "judge",
+            f"{package}.judge:Judge",
+            requires=("openai",),
+            extra="judge",
+        ),
         Descriptor("reward", "trl", f"{package}.foreign:TRLReward"),
         Descriptor("reward", "verl", f"{package}.foreign:VerlReward"),
         Descriptor(

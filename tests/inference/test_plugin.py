@@ -9,6 +9,7 @@ from hybridflow.inference.commands.chat import ChatCommand
 from hybridflow.inference.commands.evaluate import EvaluateCommand
 from hybridflow.inference.commands.export import ExportCommand
 from hybridflow.inference.commands.generate import GenerateCommand
+from hybridflow.inference.commands.serve import ServeCommand
 
 
 def test_every_command_is_there_under_its_name():
@@ -17,5 +18,6 @@ def test_every_command_is_there_under_its_name():
         evaluate=EvaluateCommand,
         export=ExportCommand,
         chat=ChatCommand,
+        serve=ServeCommand,
         generate=GenerateCommand,
     )
