@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.templates import family
 
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.backends.rewards.judge import Judge
 from hybridflow.core.contracts.reward import RewardFailureRule, RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
@@ -17,6 +18,7 @@ from hybridflow.core.workers.failures import score_by_rule
 from hybridflow.kit.chat.conversation import Reply
 from hybridflow.kit.chat.endpoint import endpoint
 from hybridflow.kit.chat.rendering import PlainRenderer
+from hybridflow.kit.testing import TinyRun
 
 TOKENIZER = family("qwen2.5")
 
@@ -186,3 +188,23 @@ def test_a_row_without_a_field_of_the_template_fails_with_its_name(judged):
         match=r"options.prompt names 'rubric', and the row has prompt, response, lowest, highest, answer",
     ):
         judged(Grader(lambda asked: "Score: 5"), ["a"], prompt="{response} {rubric}")
+
+
+def test_a_run_is_paid_by_its_judge(monkeypatch):
+    grader = Grader(lambda asked: f"Score: {len(asked) % 11}")
+    key = endpoint().open(grader)
+    monkeypatch.setenv("JUDGE_KEY", key)
+    options = {
+        "model": "any",
+        "url": f"{endpoint().url}/v1",
+        "key": "JUDGE_KEY",
+        "prompt": "{response}",
+    }
+    reward = {"function": "judge", "options": options, "on_failure": {"retries": 1}}
+    with TinyRun(GRPO(GRPOConfig(prompts_per_step=4, group_size=4)), {"reward": reward}) as run:
+        metrics = run.step()
+    endpoint().close(key)
+    # The data's first row was graded before anything was built.
+    given = [len(messages[0]["content"]) % 11 / 10 for messages in grader.asked[1:]]
+    assert 0.0 < metrics["reward/scores"] < 1.0
+    assert min(given) <= metrics["reward/scores"] <= max(given)
