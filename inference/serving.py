@@ -20,12 +20,15 @@ import numpy as np
 from hybridflow.core.contracts.environment import Answer, Turn
 from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.core.contracts.tokenizer import Tokenizer
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.branches import AFTER_PROMPT, path
 from hybridflow.kit.chat.conversation import AgentError, Conversation, Reply, keys_of
 from hybridflow.kit.chat.rendering import Renderer
 
 CONVERSATIONS = 1000
 """The most that are held; those that were not used for longest are forgotten, and begin anew."""
+LONGEST = 64
+"""How many times the room of a conversation a tree of them may have in tokens."""
 IDLE_S = 0.5
 """Seconds between two looks at whether the server is to end."""
 
@@ -45,6 +48,7 @@ class Row:
         """Take an answer's tokens; return the prompt, and what stands between it and the turn."""
         if answer.keep is not None:
             self.ids = self.ids[: len(self.ids) - self.turn + answer.keep]
+            self.turn = answer.keep  # told again where the question is refused
         if not len(self.prompt):
             self.prompt = np.array(answer.ids, np.int64)
         else:
@@ -64,6 +68,17 @@ class Row:
         self.ids = np.concatenate([self.ids, turn])
 
 
+@attrs.frozen(eq=False)
+class _Question:
+    """A request of a conversation, and the turn that is waited for."""
+
+    request: Request
+    begins: int
+    """Where the turn begins, behind the tokens of the prefix."""
+    row: Row
+    turn: Future[Turn]
+
+
 @attrs.define(eq=False)
 class Desk:
     """All conversations of a server, each of which has its calls answered one after the other."""
@@ -78,36 +93,36 @@ class Desk:
     """The form of the model's calls of tools (kit/chat/parsing.py)."""
     answered: int = 0
     """Number of turns of the model."""
-    _conversations: deque[Conversation] = attrs.field(factory=deque)
+    _conversations: deque[tuple[Conversation, Row]] = attrs.field(factory=deque)
     """Those used last come last."""
-    _asked: SimpleQueue[tuple[Request, Callable[[Completion], None]]] = attrs.field(
-        factory=SimpleQueue
-    )
+    _asked: SimpleQueue[_Question] = attrs.field(factory=SimpleQueue)
     _number: int = 0
 
-    def chat(
+    def several(
         self,
+        count: int,
         messages: Sequence[Any],
         tools: Sequence[Any] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Future[Reply]:
+    ) -> list[Future[Reply]]:
         """Have the model answer, in the conversation that the messages go on from, or a new one.
 
         Called by the endpoint's thread alone. Raises AgentError, DataError.
         """
         keys = keys_of(messages, tools)
         every = reversed(self._conversations)
-        found = next((one for one in every if one.goes_on(keys)), None)
-        if found is None:
-            row = Row()
-            found = Conversation(self.renderer, self.tools, partial(self._ask, row))
-            if len(self._conversations) == CONVERSATIONS:
-                self._conversations.popleft()
-        else:
+        found = next((one for one in every if one[0].goes_on(keys)), None)
+        if found is not None:
             self._conversations.remove(found)
+        # A row with branches without end would be copied for each turn.
+        if found is None or len(found[1].ids) > LONGEST * self.room:
+            row = Row()
+            found = Conversation(self.renderer, self.tools, partial(self._ask, row)), row
+        if len(self._conversations) == CONVERSATIONS:
+            self._conversations.popleft()
         self._conversations.append(found)
-        return found.chat(messages, tools, max_tokens, stop)
+        return found[0].several(count, messages, tools, max_tokens, stop)
 
     def _ask(self, row: Row, answer: Answer) -> Future[Turn]:
         prompt, prefix = row.asked(answer)
@@ -117,6 +132,9 @@ class Desk:
                 f"the conversation has {len(prompt) + len(prefix)} tokens, and there is room for "
                 f"{self.room}, its answer among them (data.max_prompt_tokens + sampling.max_tokens)"
             )
+        last = [*prompt, *prefix][-1:]
+        if not last or last[0] in self.sampling.stop_token_ids:
+            raise AgentError("there is nothing to answer: the messages are empty")
         limit = min(left, self.sampling.max_tokens, answer.max_tokens or left)
         self._number += 1
         request = Request(
@@ -130,29 +148,34 @@ class Desk:
         )
         turn: Future[Turn] = Future()
         turn.set_running_or_notify_cancel()
-        self._asked.put((request, partial(self._made, row, len(prefix), turn)))
+        self._asked.put(_Question(request, len(prefix), row, turn))
         self.engine.nudge()
         return turn
 
-    def _made(self, row: Row, start: int, turn: Future[Turn], done: Completion) -> None:
+    def _made(self, asked: _Question, done: Completion) -> None:
+        start = asked.begins
         ids = done.response_ids[start:]
-        row.took(ids)
+        asked.row.took(ids)
         self.answered += 1
         text, cut = self.tokenizer.decode(ids), done.finish_reason == "length"
-        turn.set_result(Turn(0, text, ids, not cut, cut, done.logprobs[start:]))
+        asked.turn.set_result(Turn(0, text, ids, not cut, cut, done.logprobs[start:]))
 
     def serve(self, ended: Callable[[], bool]) -> None:
         """Run the engine until `ended`."""
-        running: dict[int, Callable[[Completion], None]] = {}
+        running: dict[int, _Question] = {}
         while not ended():
             wait = not running
             try:
                 while True:
-                    request, made = self._asked.get(wait, IDLE_S)
-                    self.engine.add(request)
-                    running[request.id] = made
+                    asked = self._asked.get(wait, IDLE_S)
+                    try:
+                        self.engine.add(asked.request)
+                    except HybridFlowError as error:  # one client's request is no other's affair
+                        asked.turn.set_exception(AgentError(f"the engine refuses it: {error}"))
+                        continue
+                    running[asked.request.id] = asked
                     wait = False
             except Empty:
                 pass
             for done in self.engine.step() if running else ():
-                running.pop(done.id)(done)
+                self._made(running.pop(done.id), done)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+import attrs
+
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError
@@ -218,6 +220,9 @@ class AgentEnvironment(Environment):
         event = await self._events.get()
         if isinstance(event, BaseException):
             raise event
+        # An agent may have ended while a turn was made, which is answered by that.
+        if event.done and self._model is not None:
+            return attrs.evolve(event, keep=self._model.keep)
         return event
 
     def _ask(self, answer: Answer) -> Future[Turn]:
@@ -238,8 +243,7 @@ class AgentEnvironment(Environment):
                 reward = await self.function(model, row)
             else:
                 reward = await _in_thread(self.function, model, row)
-            done = Answer(reward=_reward(reward), done=True, keep=model.keep)
-            self._events.put_nowait(done)
+            self._events.put_nowait(Answer(reward=_reward(reward), done=True))
         except asyncio.CancelledError:
             self._events.put_nowait(AgentError("the agent was cancelled"))
             raise

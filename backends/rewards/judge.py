@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from hybridflow.core.contracts.reward import FunctionReward, RewardSample
 from hybridflow.core.data.rows import render, template_fields
 from hybridflow.core.errors import ConfigError, RewardError
@@ -27,6 +29,15 @@ Task: {prompt}
 Say in a sentence or two what is right and wrong in it. Then end with the line "Score: N", with N \
 from {lowest} (useless) to {highest} (perfect)."""
 SCORE = r"[Ss]core:\**\s*(-?\d+(?:\.\d+)?)"
+
+
+@attrs.define(eq=False)
+class _Asked:
+    """A question that is under way."""
+
+    task: asyncio.Task[float]
+    waiting: int = 0
+    """How many samples wait for its answer."""
 
 
 class Judge(FunctionReward):
@@ -95,7 +106,7 @@ class Judge(FunctionReward):
         """Tokens that were used."""
         self._grades: OrderedDict[str, float] = OrderedDict()
         """Question -> grade, those used last at the end."""
-        self._under_way: dict[str, asyncio.Task[float]] = {}
+        self._under_way: dict[str, _Asked] = {}
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         """One for all calls, each of which has a loop of its own: connections stay open."""
@@ -137,12 +148,20 @@ class Judge(FunctionReward):
         if (held := self._grades.get(question)) is not None:
             self._grades.move_to_end(question)
             return held
-        if (task := self._under_way.get(question)) is None:
-            task = asyncio.ensure_future(self._asked(question))
-            self._under_way[question] = task
-            task.add_done_callback(lambda done: self._under_way.pop(question))
-        # Who gives up waits no longer, and the others go on.
-        return await asyncio.shield(task)
+        asked = self._under_way.get(question)
+        if asked is None or asked.task.done():
+            asked = _Asked(asyncio.ensure_future(self._asked(question)))
+            self._under_way[question] = asked
+        asked.waiting += 1
+        try:
+            # Who gives up waits no longer, and the others go on.
+            return await asyncio.shield(asked.task)
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting:
+                asked.task.cancel()  # a further try is another question
+                if self._under_way.get(question) is asked:
+                    del self._under_way[question]
 
     async def _asked(self, question: str) -> float:
         if self.budget is not None and self.spent >= self.budget:

@@ -146,6 +146,8 @@ class Episode:
         self.logprobs = np.zeros(0, np.float32)
         self.versions = np.zeros(0, np.int64)
         self.turns = np.zeros(0, np.int64)
+        self.own_prompt = False
+        """Whether the environment has given the prompt."""
         self.branches: list[tuple[int, int]] = []
         """See core/values/branches.py."""
         self.context = path((), AFTER_PROMPT)
@@ -307,6 +309,7 @@ class Episode:
         self.limit = said["limit"]
         ids = said["ids"]
         if said["prompts"]:
+            self.own_prompt = True
             self.request = attrs.evolve(self.request, prompt_ids=ids)
             ids = NOTHING
         # Cut off what exceeds the row's limit, which counts the environment's tokens too.
@@ -476,6 +479,7 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
     taken = float(sum(len(episodes[row].rewards) for row in kept.tolist()))
     earned = float(returns[torch.from_numpy(kept)].sum())
     figures |= {"turns": (taken, float(len(kept))), "episode_return": (earned, float(len(kept)))}
-    if branched := sum(len(row) for row in branches):
-        figures["branches"] = (float(branched), count)
+    # On every rank or on none, of an agent's kind: their means are put together.
+    if any(episode.own_prompt for episode in episodes):
+        figures["branches"] = (float(sum(map(len, branches))), count)
     return Batch(columns, Metrics(figures))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridflow.kit.chat.api import Api, Asked, Object, count, listed, new_id, texts
+from hybridflow.kit.chat.api import Api, Asked, Object, count, listed, new_id, table, texts
 from hybridflow.kit.chat.conversation import AgentError, Reply
 from hybridflow.kit.chat.rendering import content
 
@@ -29,6 +29,7 @@ class AnthropicMessages(Api):
 
     def read(self, body: Mapping[str, Any], earlier: Mapping[str, Sequence[Object]]) -> Asked:
         """Return what is asked."""
+        table(body, "thinking")
         messages: list[Object] = []
         if system := body.get("system"):
             messages.append({"role": "system", "content": content({"content": system})})
@@ -82,7 +83,7 @@ class AnthropicMessages(Api):
         (reply,) = replies
         blocks: list[Object] = []
         thinking = reply.message.get("reasoning_content")
-        wanted = (asked.body.get("thinking") or {}).get("type", "disabled") != "disabled"
+        wanted = table(asked.body, "thinking").get("type", "disabled") != "disabled"
         if thinking and wanted:
             blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
         if reply.content or not reply.tool_calls:

@@ -112,6 +112,14 @@ def count(body: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
+def table(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a field that is an object; an empty one where it is missing. Raises AgentError."""
+    found = body.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise AgentError(f"{name} is {shorten(str(found))}; send an object")
+    return found
+
+
 def texts(body: Mapping[str, Any], name: str) -> list[str]:
     """Return a field that is a text or several. Raises AgentError."""
     found = body.get(name) or []

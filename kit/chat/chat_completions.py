@@ -6,11 +6,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridflow.kit.chat.api import Api, Asked, Object, count, listed, new_id, refuse, texts
-from hybridflow.kit.chat.conversation import Reply
+from hybridflow.kit.chat.api import (
+    Api,
+    Asked,
+    Object,
+    count,
+    listed,
+    new_id,
+    refuse,
+    table,
+    texts,
+)
+from hybridflow.kit.chat.conversation import AgentError, Reply
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Status -> the type of an error; others are "invalid_request_error"."""
+
+
+MOST_SAMPLES = 64
 
 
 class ChatCompletions(Api):
@@ -33,13 +46,17 @@ class ChatCompletions(Api):
     def read(self, body: Mapping[str, Any], earlier: Mapping[str, Sequence[Object]]) -> Asked:
         """Return what is asked."""
         refuse(body, top_logprobs=(0,))
+        samples = count(body, "n") or 1
+        if samples > MOST_SAMPLES:
+            raise AgentError(f"n is {samples}; ask for {MOST_SAMPLES} answers at most")
+        table(body, "stream_options")
         return Asked(
             body,
             listed(body, "messages"),
             listed(body, "tools"),
             count(body, "max_completion_tokens", "max_tokens"),
             texts(body, "stop"),
-            samples=count(body, "n") or 1,
+            samples=samples,
         )
 
     def write(
@@ -89,7 +106,7 @@ class ChatCompletions(Api):
             yield "", {**head, "choices": [part]}
             end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
             yield "", {**head, "choices": [end]}
-        if (asked.body.get("stream_options") or {}).get("include_usage"):
+        if table(asked.body, "stream_options").get("include_usage"):
             yield "", {**head, "choices": [], "usage": usage}
         yield "", "[DONE]"
 

@@ -142,6 +142,17 @@ class Conversation:
         Raises AgentError for what cannot be asked, DataError for what cannot be rendered (by the
         future); the conversation is then as before.
         """
+        return self.several(1, messages, tools, max_tokens, stop)[0]
+
+    def several(
+        self,
+        count: int,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Future[Reply]]:
+        """Have the model answer these messages so many times, as `chat` does."""
         sent = [normalised(message) for message in messages]
         if not sent:
             raise AgentError("the model is asked with no message; send one at least")
@@ -154,20 +165,21 @@ class Conversation:
             raise AgentError("a stop is empty; give texts")
         if max_tokens is not None and max_tokens < 1:
             raise AgentError(f"max_tokens is {max_tokens}; ask for at least one token")
-        call = _Call(sent, list(tools), max_tokens, stop)
-        # An agent may cease to wait; the turn comes all the same.
-        call.reply.set_running_or_notify_cancel()
+        calls = [_Call(sent, list(tools), max_tokens, stop) for _ in range(count)]
+        for call in calls:
+            # An agent may cease to wait; the turn comes all the same.
+            call.reply.set_running_or_notify_cancel()
         with self._lock:
-            if len(self._waiting) >= MOST_WAITING:
+            if len(self._waiting) + count > MOST_WAITING:
                 raise TooManyCalls(
-                    f"{MOST_WAITING} calls of this episode wait for the model, which answers one "
-                    "after the other; wait for answers before asking again"
+                    f"{len(self._waiting)} calls of this episode wait for the model, which answers "
+                    f"one after the other, and {MOST_WAITING} may; wait for answers first"
                 )
-            self._waiting.append(call)
-            alone = len(self._waiting) == 1
+            alone = not self._waiting
+            self._waiting.extend(calls)
         if alone:
             self._serve()
-        return call.reply
+        return [call.reply for call in calls]
 
     def goes_on(self, keys: Sequence[bytes]) -> bool:
         """Return whether a call with these `keys_of` goes on from a turn of the model here."""
@@ -242,15 +254,18 @@ class Conversation:
         kept = len(turn.ids)
         if stop is not None:
             kept = self._tokens_to(turn, at + len(stop))
-        message = message_of(turn.text[:at], self.format, self.turns)
-        calls = "tool_calls" if message.get("tool_calls") else "stop"
-        reason = "length" if turn.cut and stop is None else calls
+        # First of all where the row is, whatever its text is like.
+        number = self.turns
         self.turns += 1
         self.keep = None if kept == len(turn.ids) else kept
         self._length += kept
 
+        message = message_of(turn.text[:at], self.format, number)
+        calls = "tool_calls" if message.get("tool_calls") else "stop"
+        reason = "length" if turn.cut and stop is None else calls
         before = self._points[call.keys[-1]].size
-        last = int(turn.ids[-1]) if self.keep is None and not turn.cut else None
+        ended = self.keep is None and not turn.cut and kept > 0
+        last = int(turn.ids[-1]) if ended else None
         key = _digest(call.keys[-1], _compared(normalised(message)))
         self._points[key] = _Point(self._length - 1, before + kept, turn=True, last=last)
         logprobs = np.zeros(len(turn.ids), np.float32) if turn.logprobs is None else turn.logprobs
@@ -292,4 +307,4 @@ def _compared(message: Message) -> tuple[Any, ...]:
         (call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
     ]
-    return message["role"], message["content"], calls
+    return message["role"], message.get("name"), message["content"], calls

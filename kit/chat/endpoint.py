@@ -41,7 +41,7 @@ ADDRESS = "127.0.0.1"
 APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), AnthropicMessages())
 LARGEST = 32 * 2**20
 """Bytes of a request."""
-REMEMBERED = 10_000
+REMEMBERED = 1_000
 """Calls and answers of a key that later ones may refer to."""
 START_S = 30.0
 """Seconds that the server may take to start."""
@@ -52,14 +52,15 @@ class Chats(Protocol):
 
     renderer: Renderer
 
-    def chat(
+    def several(
         self,
+        count: int,
         messages: Sequence[Any],
         tools: Sequence[Any] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Future[Reply]:
-        """As Conversation.chat."""
+    ) -> list[Future[Reply]]:
+        """As Conversation.several."""
 
 
 class Door:
@@ -81,11 +82,11 @@ class Door:
         digest = hashlib.sha256(body).digest()
         call = self.calls.get(digest)
         if call is None or not (again or call.left):
-            chat = self.chats.chat
-            answers = [
-                chat(asked.messages, asked.tools, asked.max_tokens, asked.stop)
-                for _ in range(asked.samples)
-            ]
+            # A question that is refused is no call that could be asked for again.
+            self.calls.pop(digest, None)
+            answers = self.chats.several(
+                asked.samples, asked.messages, asked.tools, asked.max_tokens, asked.stop
+            )
             call = self.calls[digest] = _Call(answers)
             _forget_old(self.calls)
         call.left = False
@@ -249,7 +250,7 @@ class _Handler:
             asked = self.api.read(body, door.earlier)
         except (AgentError, DataError) as error:
             raise _Refused(400, str(error)) from error
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise _Refused(400, f"the request cannot be read: {error!r}") from error
 
         self.endpoint.say_unused(self.api.unused(body))
@@ -265,7 +266,7 @@ class _Handler:
         except (AgentError, DataError) as error:
             raise _Refused(400, str(error)) from error
         made = self.api.write(asked, replies, door.chats.renderer.tokenizer.decode)
-        if asked.goes_on_from is not None:
+        if asked.goes_on_from is not None and body.get("store") is not False:
             door.earlier[made["id"]] = [*asked.goes_on_from, replies[0].message]
             _forget_old(door.earlier)
         return asked, made

@@ -10,12 +10,11 @@ A call that cannot be read stays part of the content, as in the engines' own ser
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 THINKING_ENDS = "</think>"
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+OPENS, CLOSES = "<tool_call>", "</tool_call>"
 Calls = list[tuple[str, dict[str, Any]]]
 """(name, arguments) of each call."""
 
@@ -45,11 +44,20 @@ def message_of(text: str, tools: str, turn: int) -> dict[str, Any]:
 
 
 def _hermes(text: str) -> tuple[str, Calls]:
-    calls = [_call(json_text) for json_text in CALL.findall(text)]
-    read = [call for call in calls if call is not None]
-    if not read or len(read) < len(calls):
+    """A text without end is read in a time that grows with its length alone."""
+    rest: list[str] = []
+    calls: Calls = []
+    at = 0
+    while (start := text.find(OPENS, at)) >= 0 and (end := text.find(CLOSES, start)) >= 0:
+        call = _call(text[start + len(OPENS) : end])
+        if call is None:
+            return text, []
+        calls.append(call)
+        rest.append(text[at:start])
+        at = end + len(CLOSES)
+    if not calls:
         return text, []
-    return CALL.sub("", text).strip(), read
+    return "".join([*rest, text[at:]]).strip(), calls
 
 
 def _json(text: str) -> tuple[str, Calls]:
@@ -61,7 +69,7 @@ def _call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return (name, arguments) of a call written as JSON; None where it is none."""
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for brackets within brackets
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None

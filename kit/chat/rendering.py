@@ -290,5 +290,5 @@ def _arguments(given: Any) -> Any:
         return given
     try:
         return json.loads(given)
-    except ValueError:
+    except (ValueError, RecursionError):
         return given

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hybridflow.core.contracts.rollout import Request, SamplingParams
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.running.session import prepare
 from hybridflow.inference import serving
 from hybridflow.inference.engine import started
@@ -48,6 +49,10 @@ def greedy(engine, context) -> list[int]:
     return done.response_ids.tolist()
 
 
+def chat(desk, messages, **more):
+    return desk.several(1, messages, **more)[0]
+
+
 def said(text: str) -> dict:
     return {"role": "user", "content": text}
 
@@ -66,14 +71,14 @@ def test_answers_are_the_engines_after_the_tokens_of_the_conversation(engine, de
     expected = [first, second, branch, greedy(engine, on), greedy(engine, alone), first]
     begin()
 
-    reply = desk.chat([said("12+3=")]).result(20)
+    reply = chat(desk, [said("12+3=")]).result(20)
     held = [said("12+3="), reply.message]
-    replies = [reply, *(desk.chat([*held, said(text)]) for text in ("+4=", "+5="))]
+    replies = [reply, *(chat(desk, [*held, said(text)]) for text in ("+4=", "+5="))]
     replies[1:] = [one.result(20) for one in replies[1:]]
-    replies.append(desk.chat([*held, said("+5="), replies[2].message, said("7=")]).result(20))
-    replies.append(desk.chat([said("9=")]).result(20))
+    replies.append(chat(desk, [*held, said("+5="), replies[2].message, said("7=")]).result(20))
+    replies.append(chat(desk, [said("9=")]).result(20))
     # The same first question is another conversation, which does not wait for the first.
-    replies.append(desk.chat([said("12+3=")]).result(20))
+    replies.append(chat(desk, [said("12+3=")]).result(20))
     assert [one.ids.tolist() for one in replies] == expected
     assert [one.before for one in replies[:5]] == [len(c) for c in (one, two, other, on, alone)]
     assert desk.answered == 6 and len(desk._conversations) == 3
@@ -88,10 +93,61 @@ def test_an_answer_that_a_stop_has_ended_is_gone_on_from_where_it_ended(engine, 
     kept = [*one, *first[:1], *encode("4=").tolist()]
     expected = greedy(engine, kept)
     begin()
-    reply = desk.chat([said("12+3=")], stop=[stop]).result(20)
+    reply = chat(desk, [said("12+3=")], stop=[stop]).result(20)
     assert (reply.content, reply.stop) == ("", stop) and reply.ids.tolist() == first[:1]
-    again = desk.chat([said("12+3="), reply.message, said("4=")]).result(20)
+    again = chat(desk, [said("12+3="), reply.message, said("4=")]).result(20)
     assert again.ids.tolist() == expected and again.before == len(kept)
+
+
+def test_a_question_that_was_refused_changes_nothing(engine, desk):
+    desk, begin = desk
+    encode = engine[1].encode
+    one = encode("12+3=").tolist()
+    first = greedy(engine, one)
+    stop = engine[1].decode(first[:1])
+    kept = [*one, *first[:1], *encode("4=").tolist()]
+    second = greedy(engine, kept)
+    on = [*kept, *second, *encode("5=").tolist()]
+    expected = [second, greedy(engine, on), second]
+    begin()
+    held = [said("12+3="), chat(desk, [said("12+3=")], stop=[stop]).result(20).message]
+    with pytest.raises(AgentError, match="there is room for 32"):
+        chat(desk, [*held, said("1" * 40)]).result(20)
+    reply = chat(desk, [*held, said("4=")]).result(20)
+    last = chat(desk, [*held, said("4="), reply.message, said("5=")]).result(20)
+    again = chat(desk, [*held, said("4=")]).result(20)
+    assert [one.ids.tolist() for one in (reply, last, again)] == expected
+    assert [one.before for one in (reply, last, again)] == [len(kept), len(on), len(kept)]
+
+
+def test_what_the_engine_refuses_is_told_to_its_client_alone(engine, desk, monkeypatch):
+    desk, begin = desk
+    expected = greedy(engine, engine[1].encode("1="))
+    begin()
+    for nothing in ("", engine[1].decode([])):
+        with pytest.raises(AgentError, match="the messages are empty"):
+            chat(desk, [said(nothing)]).result(20)
+    add = engine[0].add
+
+    def refuses(request):
+        if len(request.prompt_ids) == 3:
+            raise HybridFlowError("three tokens")
+        add(request)
+
+    monkeypatch.setattr(engine[0], "add", refuses)
+    with pytest.raises(AgentError, match="the engine refuses it: three tokens"):
+        chat(desk, [said("12=")]).result(20)
+    assert chat(desk, [said("1=")]).result(20).ids.tolist() == expected
+
+
+def test_a_tree_without_end_is_begun_anew(desk, monkeypatch):
+    monkeypatch.setattr(serving, "LONGEST", 1)
+    desk, begin = desk
+    begin()
+    held = [said("1="), chat(desk, [said("1=")]).result(20).message]
+    for _ in range(20):
+        assert chat(desk, [*held, said("2=")]).result(20).before > 4
+    assert max(len(row.ids) for _, row in desk._conversations) < 32 + 10
 
 
 def test_many_conversations_are_answered_at_the_same_time(engine, desk):
@@ -99,7 +155,7 @@ def test_many_conversations_are_answered_at_the_same_time(engine, desk):
     texts = [f"{number}+{number}=" for number in range(30)]
     expected = [greedy(engine, engine[1].encode(text)) for text in texts]
     begin()
-    replies = [desk.chat([said(text)]) for text in texts]
+    replies = [chat(desk, [said(text)]) for text in texts]
     assert [one.result(20).ids.tolist() for one in replies] == expected
 
 
@@ -109,8 +165,8 @@ def test_a_conversation_without_room_for_an_answer_is_refused(desk):
     with pytest.raises(
         AgentError, match="the conversation has 40 tokens, and there is room for 32"
     ):
-        desk.chat([said("1" * 40)]).result(20)
-    reply = desk.chat([said("1" * 30)]).result(20)
+        chat(desk, [said("1" * 40)]).result(20)
+    reply = chat(desk, [said("1" * 30)]).result(20)
     assert len(reply.ids) <= 2
 
 
@@ -120,7 +176,7 @@ def test_conversations_that_were_not_used_for_longest_are_forgotten(engine, desk
     begin()
     held = []
     for text in ("1=", "2=", "3="):
-        held.append([said(text), desk.chat([said(text)]).result(20).message, said("4=")])
-    before = [desk.chat(messages).result(20).before for messages in held[::-1]]
+        held.append([said(text), chat(desk, [said(text)]).result(20).message, said("4=")])
+    before = [chat(desk, messages).result(20).before for messages in held[::-1]]
     # All are gone on from; of the first one what the model had said is text.
     assert len(desk._conversations) == 2 and len(before) == 3

@@ -171,6 +171,33 @@ def test_a_program_that_knows_nothing_of_us_plays_by_its_own_client(speaker, fun
             openai.OpenAI(base_url=url, api_key=key).models.list()
 
 
+async def gives_up(model, row):
+    """Ends while a turn is made that it no longer waits for; the turn before was ended by a stop."""
+    said = [{"role": "user", "content": f"{row['prompt']}+"}]
+    first = await model.chat(said, max_tokens=6, stop=["1", "2", "3", "4", "+"])
+    more = [*said, first.message, {"role": "user", "content": "1+"}]
+    asked = asyncio.ensure_future(model.chat(more, max_tokens=1))
+    await asyncio.sleep(0.1)
+    asked.cancel()
+    heard.setdefault(row["name"], []).append(first)
+    return 1.0
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_an_agent_may_end_while_a_turn_is_made_that_it_has_given_up(speaker, free):
+    heard.clear()
+    made = play(speaker, "gives_up", rows=8, free=free)
+    assert made["outcome"].values == ["complete"] * 8
+    stopped = 0
+    for row, (ids, mask) in enumerate(zip(made["response_ids"], made["loss_mask"], strict=True)):
+        [first] = heard[str(row)]
+        stopped += first.stop is not None and len(first.ids) > 1
+        # The first turn as it was cut, and a token of the second.
+        assert mask.tolist() == [1] * len(first.ids) + [0, 0, 1]
+        assert ids[: len(first.ids)].tolist() == first.ids.tolist()
+    assert stopped
+
+
 def fails(model, row):
     if row["name"] != "1":
         return None

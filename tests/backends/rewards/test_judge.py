@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
-import time
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -32,11 +33,12 @@ class Grader:
         self.asked: list[list[dict]] = []
         self.together = self.most = 0
 
-    def chat(self, messages, tools=(), max_tokens=None, stop=()) -> Future:
+    def several(self, count, messages, tools=(), max_tokens=None, stop=()) -> list[Future]:
         self.asked.append(list(messages))
         self.together += 1
         self.most = max(self.most, self.together)
         text, made = self.says(messages[-1]["content"]), Future()
+        made.set_running_or_notify_cancel()
         ids = TOKENIZER.encode(text)
         message = {"role": "assistant", "content": text}
         reply = Reply(message, "stop", None, ids, np.zeros(len(ids), np.float32), 10)
@@ -45,8 +47,10 @@ class Grader:
             self.together -= 1
             made.set_result(reply)
 
-        threading.Timer(self.wait, answer).start()
-        return made
+        timer = threading.Timer(self.wait, answer)
+        timer.daemon = True
+        timer.start()
+        return [made]
 
 
 @pytest.fixture
@@ -131,15 +135,63 @@ def test_an_answer_without_a_grade_fails_by_the_rule_and_is_asked_anew(judged, s
     assert scores.tolist() == [0.25] and failed.tolist() == [True]
 
 
-def test_a_judge_that_is_too_late_fails_for_who_waited_alone(judged):
-    grader = Grader(lambda asked: "Score: 5", wait=1.5)
-    started = time.monotonic()
-    judge, (_, failed) = judged(grader, ["a"], RewardFailureRule(timeout_s=0.3, score=0.0))
-    assert failed.tolist() == [True] and time.monotonic() - started < 1.4
-    # The answer that came meanwhile is there for the next one.
-    samples = [RewardSample("2+2?", "a", np.array([5]), {"answer": "4"})]
-    scores, _ = score_by_rule(judge, samples, "judge", RewardFailureRule())
-    assert scores.tolist() == [0.5] and len(grader.asked) == 1
+class Slow(BaseHTTPRequestHandler):
+    """Hangs where `hangs` says so, and else answers; our own endpoint would give out what it was asked for before."""
+
+    hangs: list[bool] = []
+    gone = threading.Event()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        if Slow.hangs.pop(0):
+            Slow.gone.wait(30)
+            return
+        message = {"role": "assistant", "content": "Score: 5"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        head = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        body = json.dumps({**head, "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_judge_that_is_too_late_is_asked_anew():
+    Slow.hangs = [False, True, True, False]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = Judge(model="any", url=f"http://127.0.0.1:{server.server_port}/v1")
+        made, late = (RewardSample("2+2?", text, np.array([5]), {}) for text in "ab")
+        score_by_rule(
+            judge, [made], "judge", RewardFailureRule()
+        )  # makes the client, which takes a second
+        rule = RewardFailureRule(timeout_s=1.0, retries=2)
+        assert score_by_rule(judge, [late], "judge", rule)[0].tolist() == [0.5]
+        Slow.gone.set()
+        server.shutdown()
+    assert Slow.hangs == []
+
+
+def test_who_gives_up_leaves_the_answer_to_the_others_who_wait(judged):
+    grader = Grader(lambda asked: "Score: 5", wait=1.0)
+    judge, _ = judged(grader, [])
+    sample = RewardSample("2+2?", "a", np.array([5]), {"answer": "4"})
+    found = []
+
+    def score(timeout_s):
+        rule = RewardFailureRule(timeout_s=timeout_s, score=0.0)
+        found.append(score_by_rule(judge, [sample], "judge", rule)[0].tolist())
+
+    threads = [threading.Thread(target=score, args=(limit,)) for limit in (0.3, 20.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[0.0], [0.5]] and len(grader.asked) == 1
 
 
 def test_beyond_its_budget_a_rank_asks_nothing(judged):

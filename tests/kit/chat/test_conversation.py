@@ -7,6 +7,7 @@ from helpers.conversations import CALL, END, TOKENIZER, ScriptedModel
 from helpers.templates import family
 
 from hybridflow.core.errors import DataError
+from hybridflow.kit.chat import conversation
 from hybridflow.kit.chat.conversation import (
     MOST_WAITING,
     AgentError,
@@ -154,6 +155,49 @@ def test_calls_at_the_same_time_are_answered_in_their_order():
         model.answers(str(number))
         assert reply.result(0).content == str(number)
     assert model.contexts == [rendered(USER), rendered(USER), rendered(MORE)]
+
+
+def test_who_says_something_is_part_of_it():
+    model = ScriptedModel()
+    answered(model, "two", {**USER, "name": "ann"})
+    answered(model, "three", {**USER, "name": "bob"})
+    assert model.asked[1].after == -2 and model.asked[1].ids
+
+
+def test_several_answers_are_asked_for_together_or_not_at_all():
+    model = ScriptedModel()
+    replies = model.conversation.several(3, [USER])
+    with pytest.raises(TooManyCalls, match="3 calls of this episode wait"):
+        model.conversation.several(MOST_WAITING - 2, [USER])
+    for number, reply in enumerate(replies):
+        model.answers(str(number))
+        assert reply.result(0).content == str(number)
+    assert len(model.asked) == 3
+
+
+def test_a_row_is_told_right_after_a_turn_that_could_not_be_read(monkeypatch):
+    def fails(text, tools, turn):
+        raise MemoryError("no room")
+
+    model = ScriptedModel()
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation, "message_of", fails)
+        reply = model.chat(USER)
+        model.answers("two")
+        with pytest.raises(MemoryError):
+            reply.result(0)
+    answered(model, "three", USER)
+    answered(model, "four", {**USER, "content": "Other"})
+    third = answered(model, "five", {**USER, "content": "Other"})
+    answered(model, "six", {**USER, "content": "Other"}, third, MORE)
+    other = {**USER, "content": "Other"}
+    assert model.contexts == [
+        rendered(USER),
+        rendered(USER),
+        rendered(other),
+        rendered(other),
+        rendered(other, third, MORE),
+    ]
 
 
 def test_calls_that_wait_when_the_episode_ends_hear_of_it():

@@ -388,6 +388,25 @@ def test_an_agent_that_asks_faster_than_the_model_answers_is_told(reach, monkeyp
         openai.OpenAI(**where).chat.completions.create(model="m", messages=[USER])
 
 
+def test_a_question_that_was_refused_is_asked_when_it_is_sent_again(reach, monkeypatch):
+    model = ScriptedModel("3")
+    where = reach(model)
+    ask = {"model": "m", "messages": [USER]}
+    client = openai.OpenAI(**where)
+    assert client.chat.completions.create(**ask).choices[0].message.content == "3"
+    monkeypatch.setattr(conversation, "MOST_WAITING", 1)
+    waits = model.chat(USER)
+    body = json.dumps({"messages": [USER]})
+    again = {"x-stainless-retry-count": "1"}
+    assert post(where, "chat/completions", body)[0] == 429
+    assert post(where, "chat/completions", body, **again)[0] == 429
+    model.answers("4")
+    assert waits.result(0).content == "4"
+    model.script = ["5"]
+    _, told = post(where, "chat/completions", body, **again)
+    assert told["choices"][0]["message"]["content"] == "5"
+
+
 def test_a_request_that_is_too_large_is_refused(reach, monkeypatch):
     monkeypatch.setattr(module, "LARGEST", 2**20)
     model = ScriptedModel("3")

@@ -56,3 +56,20 @@ def test_calls_of_tools_are_read_or_stay_text(form, text, content, found):
     assert set(ids).isdisjoint(
         call["id"] for call in message_of(text, form, 4).get("tool_calls", ())
     )
+
+
+def test_a_turn_without_end_is_read_in_a_time_that_grows_with_its_length():
+    """A backtracking pattern would take hours for these."""
+    for text in (
+        "<tool_call>" + "\n" * 100_000,
+        "<tool_call>" * 20_000,
+        CALL * 5_000 + "<tool_call>",
+    ):
+        message = message_of(text, "hermes", 0)
+        assert message["content"] == ("<tool_call>" if CALL in text else text)
+
+
+@pytest.mark.parametrize("form", ["hermes", "json"])
+def test_brackets_within_brackets_are_no_call(form):
+    text = "[" * 100_000 if form == "json" else f"<tool_call>{'[' * 100_000}</tool_call>"
+    assert message_of(text, form, 0) == {"role": "assistant", "content": text}
