@@ -187,12 +187,12 @@ def test_an_unknown_name_lists_the_nearest_what_there_is_and_what_failed(site):
     points = {"reward.length": "a:A", "acme": "acme_plugin"}
     site("acme", points, {"acme_plugin.py": "raise RuntimeError('no licence')"})
     found = Registry().load()
-    found.add(Descriptor("reward", "judge", "x:Y", requires=("no_such_module",)))
+    found.add(Descriptor("reward", "jury", "x:Y", requires=("no_such_module",)))
     with pytest.raises(PluginError) as caught:
         found.get("reward", "lenght")
     text = str(caught.value)
     assert text.startswith("unknown reward 'lenght'; did you mean 'length'? There is: ")
-    assert "judge (missing: no_such_module)" in text and "acme 1.0 (RuntimeError" in text
+    assert "jury (missing: no_such_module)" in text and "acme 1.0 (RuntimeError" in text
 
 
 @pytest.mark.parametrize(
