@@ -21,7 +21,7 @@ from hybridflow.core.contracts.environment import Answer, Turn
 from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.values.branches import AFTER_PROMPT, path
+from hybridflow.core.values.branches import Place
 from hybridflow.kit.chat.conversation import AgentError, Conversation, Reply, keys_of
 from hybridflow.kit.chat.rendering import Renderer
 
@@ -39,10 +39,9 @@ class Row:
     def __init__(self) -> None:
         self.prompt = np.zeros(0, np.int64)
         self.ids = np.zeros(0, np.int64)
-        self.branches: list[tuple[int, int]] = []
+        self.place = Place()
         self.turn = 0
         """Number of tokens of the last turn."""
-        self.context = path((), AFTER_PROMPT)
 
     def asked(self, answer: Answer) -> tuple[np.ndarray, np.ndarray]:
         """Take an answer's tokens; return the prompt, and what stands between it and the turn."""
@@ -52,15 +51,10 @@ class Row:
         if not len(self.prompt):
             self.prompt = np.array(answer.ids, np.int64)
         else:
-            before = len(self.ids) - 1
-            if answer.after is not None:
-                before = answer.after
-                self.branches.append((len(self.ids), before))
+            self.place.move(len(self.ids), len(answer.ids), answer.after)
             self.ids = np.concatenate([self.ids, np.array(answer.ids, np.int64)])
-            self.context = path(self.branches, len(self.ids) - 1 if answer.ids else before)
-        if self.context[0] == AFTER_PROMPT:
-            return self.prompt, self.ids[self.context[1:]]
-        return self.ids[self.context[:1]], self.ids[self.context[1:]]
+        prompt, context = self.place.split(self.prompt, self.ids)
+        return prompt, self.ids[context]
 
     def took(self, turn: np.ndarray) -> None:
         """Take a turn of the model."""

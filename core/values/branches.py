@@ -53,6 +53,35 @@ def paths(branches: Sequence[Sequence[int]], length: int) -> list[np.ndarray]:
     return [path(branches, last) for last in sorted(ends - {before for _, before in branches})]
 
 
+class Place:
+    """Where the next turn of a row is made, while the row is written."""
+
+    def __init__(self) -> None:
+        self.branches: list[tuple[int, int]] = []
+        """Those of the row so far, as in the column."""
+        self.context = path((), AFTER_PROMPT)
+        """The tokens before the turn, as `path` gives them."""
+
+    def move(self, length: int, added: int, after: int | None) -> None:
+        """Go on after a token, behind `added` new ones.
+
+        length: the row's tokens without them; after: as in Answer.after, None for the last one.
+        """
+        before = length - 1
+        if after is not None and after != before:
+            before = after
+            self.branches.append((length, before))
+        self.context = path(self.branches, length + added - 1 if added else before)
+
+    def split(self, prompt: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (the prompt of the turn's request, the indices of the tokens behind it).
+
+        prompt: the row's; a conversation of its own has its first token in the place of one.
+        """
+        first, rest = self.context[:1], self.context[1:]
+        return (prompt if first[0] == AFTER_PROMPT else ids[first]), rest
+
+
 @attrs.frozen(eq=False)
 class Sequences:
     """The sequences of a batch whose rows branch."""

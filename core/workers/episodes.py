@@ -28,7 +28,7 @@ from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins.resolve import make_environment
 from hybridflow.core.values.batch import Batch
-from hybridflow.core.values.branches import AFTER_PROMPT, ALONE, BRANCHES, path
+from hybridflow.core.values.branches import AFTER_PROMPT, ALONE, BRANCHES, Place
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import (
@@ -148,10 +148,7 @@ class Episode:
         self.turns = np.zeros(0, np.int64)
         self.own_prompt = False
         """Whether the environment has given the prompt."""
-        self.branches: list[tuple[int, int]] = []
-        """See core/values/branches.py."""
-        self.context = path((), AFTER_PROMPT)
-        """The tokens before the next turn, as `path` gives them."""
+        self.place = Place()
 
         # For each turn so far; `outcome` is None while the episode runs.
         self.rewards: list[float] = []
@@ -315,10 +312,7 @@ class Episode:
         # Cut off what exceeds the row's limit, which counts the environment's tokens too.
         room = self.request.sampling.max_tokens - len(self.ids)
         taken = ids[:room]
-        before = len(self.ids) - 1
-        if said["after"] is not None and said["after"] != before:
-            before = said["after"]
-            self.branches.append((len(self.ids), before))
+        self.place.move(len(self.ids), len(taken), said["after"])
         logprobs = np.zeros(len(taken), np.float32)
         versions = np.full(len(taken), NOT_MADE)
         self._put(taken, logprobs, versions, NOT_MADE)
@@ -330,7 +324,6 @@ class Episode:
         elif said["over"]:
             self.outcome = TRUNCATED_TIME
         self.states.append(said["state"])
-        self.context = path(self.branches, len(self.ids) - 1 if len(taken) else before)
 
     def _failed(self, outcome: str, error: str) -> None:
         rule = self.spec.section.on_failure
@@ -346,20 +339,16 @@ class Episode:
             raise EnvironmentFailure(error)
 
     def next_request(self) -> Request:
-        """Return the request for the model's next turn, whose prefix is all tokens so far."""
-        prompt, context = self.request.prompt_ids, self.context
-        if context[:1] == AFTER_PROMPT:
-            context = context[1:]
-        else:
-            prompt, context = self.ids[context[:1]], context[1:]
+        """Return the request for the model's next turn, whose prefix is what stands before it."""
+        prompt, context = self.place.split(self.request.prompt_ids, self.ids)
         room = self.request.sampling.max_tokens - len(self.ids)
         if self.limit is not None:
             room = min(room, self.limit)
         sampling = attrs.evolve(self.request.sampling, max_tokens=len(context) + room)
         # The same tokens would be drawn after the same ones.
         seed = self.request.seed
-        if self.branches:
-            seed = row_seed(seed, len(self.branches))
+        if self.place.branches:
+            seed = row_seed(seed, len(self.place.branches))
         return attrs.evolve(
             self.request,
             prompt_ids=prompt,
@@ -374,7 +363,7 @@ class Episode:
         """Append the model's turn to the episode; return whether the environment answers it."""
         start = len(self.ids)
         whole = self.request.sampling.max_tokens
-        prefix = len(self.context) - 1  # the prompt, or what stands in its place
+        prefix = len(self.place.context) - 1  # the prompt, or what stands in its place
         new = done.response_ids[prefix:]
         versions = done.weight_version[prefix:]
         self._put(new, done.logprobs[prefix:], versions, len(self.rewards))
@@ -456,7 +445,8 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
     states = [episode.states[: len(episode.rewards)] for episode in episodes]
     # One that has got no token is none.
     branches = [
-        [list(one) for one in episode.branches if one[0] < len(episode.ids)] for episode in episodes
+        [list(one) for one in episode.place.branches if one[0] < len(episode.ids)]
+        for episode in episodes
     ]
     columns = {
         "response_ids": ids,

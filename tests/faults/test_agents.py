@@ -92,8 +92,8 @@ print(json.dumps(found))
 
 
 def floods(model, row):
-    """Thousands of bad requests, and more questions at once than may wait."""
-    for _ in range(300):
+    """Bad requests, and more questions at once than may wait."""
+    for _ in range(40):
         assert post(model.url, "sk-none", b"{}")[0] == 401
         assert post(model.url, model.key, b"\0" * 1000)[0] == 400
     variables = {**os.environ, **model.variables, "BODY": question(row).decode()}

@@ -177,8 +177,9 @@ def test_a_judge_that_is_too_late_is_asked_anew():
 
 
 def test_who_gives_up_leaves_the_answer_to_the_others_who_wait(judged):
-    grader = Grader(lambda asked: "Score: 5", wait=1.0)
-    judge, _ = judged(grader, [])
+    grader = Grader(lambda asked: "Score: 5")
+    judge, _ = judged(grader, ["the client is made"])
+    grader.wait = 3.0
     sample = RewardSample("2+2?", "a", np.array([5]), {"answer": "4"})
     found = []
 
@@ -186,12 +187,12 @@ def test_who_gives_up_leaves_the_answer_to_the_others_who_wait(judged):
         rule = RewardFailureRule(timeout_s=timeout_s, score=0.0)
         found.append(score_by_rule(judge, [sample], "judge", rule)[0].tolist())
 
-    threads = [threading.Thread(target=score, args=(limit,)) for limit in (0.3, 20.0)]
+    threads = [threading.Thread(target=score, args=(limit,)) for limit in (1.0, 30.0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [[0.0], [0.5]] and len(grader.asked) == 1
+    assert found == [[0.0], [0.5]] and len(grader.asked) == 2
 
 
 def test_beyond_its_budget_a_rank_asks_nothing(judged):
