@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -29,6 +30,8 @@ from hybridflow.kit.chat.conversation import AgentError, Conversation, EpisodeOv
 from hybridflow.kit.chat.endpoint import endpoint
 from hybridflow.kit.chat.parsing import FORMATS
 from hybridflow.kit.chat.rendering import ChatRenderer, Message, PlainRenderer, Renderer
+from hybridflow.kit.sandbox.process import Limits
+from hybridflow.kit.sandbox.session import DOOR_URL, LIMITS, Sandbox
 
 log = logging.getLogger(__name__)
 THREAD = "agent"
@@ -41,6 +44,7 @@ class Reached:
     def __init__(self, conversation: Conversation):
         self._conversation = conversation
         self._key: str | None = None
+        self._sandboxes: list[Sandbox] = []
         self._lock = threading.Lock()
         self._over = False
 
@@ -72,13 +76,35 @@ class Reached:
         """Environment variables by which the clients of OpenAI and Anthropic find it."""
         return endpoint().variables(self.key)
 
+    def sandbox(
+        self,
+        folders: Mapping[str, str | os.PathLike[str]] | None = None,
+        limits: Limits = LIMITS,
+        variables: Mapping[str, str] | None = None,
+    ) -> Sandbox:
+        """Return a sandbox whose one door is the model, by the same variables; see Sandbox.
+
+        It ends with the episode. Its methods wait: in an `async` function call them by
+        `asyncio.to_thread`. Raises SandboxError.
+        """
+        reached = endpoint().variables(self.key, DOOR_URL)
+        made = Sandbox(folders, limits, {**reached, **(variables or {})}, endpoint().serve)
+        with self._lock:
+            if not self._over:
+                self._sandboxes.append(made)
+                return made
+        made.close()
+        raise EpisodeOver("the episode has ended")
+
     def end(self) -> None:
-        """End the key, if there is one."""
+        """End the key and the sandboxes, if there are any."""
         with self._lock:
             self._over = True
             key, self._key = self._key, None
         if key is not None:
             endpoint().close(key)
+        for one in self._sandboxes:
+            one.close()
 
 
 class Model(Reached):

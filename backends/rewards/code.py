@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.backends.rewards.sandbox import Limits, run_program
 from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import RewardError
+from hybridflow.kit.sandbox.process import Limits
+from hybridflow.kit.sandbox.programs import run_program
 from hybridflow.settle.config.structure import structure
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -29,7 +30,8 @@ class CodeReward(Reward):
         """Take the settings of the reward.
 
         `all_or_nothing`: the reward is 1 if all tests pass, else 0. `tests`: name of the data's
-        field with the tests. `limits`: fields of sandbox.Limits; raises ConfigError for others.
+        field with the tests. `limits`: fields of Limits (kit/sandbox); raises ConfigError for
+        others.
         """
         self.all_or_nothing = all_or_nothing
         self.field = tests

@@ -15,7 +15,7 @@ def hybridflow_plugins() -> list[Descriptor]:
             "reward",
             "code",
             f"{package}.code:CodeReward",
-            diagnosis=f"{package}.sandbox:diagnose",
+            diagnosis="hybridflow.kit.sandbox.programs:diagnose",
         ),
         Descriptor("reward", "environment", f"{package}.environment:EnvironmentReward"),
         Descriptor(

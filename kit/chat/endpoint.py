@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -43,6 +43,10 @@ LARGEST = 32 * 2**20
 """Bytes of a request."""
 REMEMBERED = 1_000
 """Calls and answers of a key that later ones may refer to."""
+CONNECTIONS = 32
+"""Connections at a time by a further socket."""
+AGAIN_S = 0.1
+"""Seconds before the next try to accept a connection, where one has failed."""
 START_S = 30.0
 """Seconds that the server may take to start."""
 
@@ -138,8 +142,13 @@ class Endpoint:
             app, log_config=None, access_log=False, lifespan="off", ws="none", loop="asyncio"
         )
         server = uvicorn.Server(config)
+        self._server = server
+        self._loop = asyncio.new_event_loop()
         serve = threading.Thread(
-            target=server.run, args=([listener],), name="agents' endpoint", daemon=True
+            target=self._loop.run_until_complete,
+            args=(server.serve([listener]),),
+            name="agents' endpoint",
+            daemon=True,
         )
         serve.start()
         deadline = time.monotonic() + START_S
@@ -159,14 +168,29 @@ class Endpoint:
         self._doors[key] = Door(chats)
         return key
 
-    def variables(self, key: str) -> dict[str, str]:
-        """Return environment variables by which the clients of OpenAI and Anthropic find it."""
+    def variables(self, key: str, url: str | None = None) -> dict[str, str]:
+        """Return environment variables by which the clients of OpenAI and Anthropic find it.
+
+        url: its address for them, where that is another one.
+        """
+        url = url or self.url
         return {
-            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
         }
+
+    def serve(self, door: socket.socket) -> Callable[[], object]:
+        """Serve a further listening socket too; return what ends that, by any thread.
+
+        It has CONNECTIONS at a time: the next one waits, so that nobody who is behind it can take
+        more of this process's descriptors.
+        """
+        door.setblocking(False)
+        served = asyncio.run_coroutine_threadsafe(_serve(door, self._server), self._loop)
+
+        return served.cancel
 
     def close(self, key: str) -> None:
         """End a key; safe to call twice."""
@@ -202,6 +226,43 @@ class Endpoint:
 
 
 NO_KEY = "this key is of no episode that is played here; an episode's key ends with it"
+
+
+async def _serve(door: socket.socket, server: Any) -> None:
+    """Serve a listening socket until this is cancelled, with its connections."""
+    loop = asyncio.get_running_loop()
+    free = asyncio.Semaphore(CONNECTIONS)
+    protocols: set[asyncio.Protocol] = set()
+
+    class Counted(server.config.http_protocol_class):  # type: ignore[misc]
+        """A connection that gives its place back."""
+
+        def connection_lost(self, error: Exception | None) -> None:
+            protocols.discard(self)
+            free.release()
+            super().connection_lost(error)
+
+    def protocol() -> asyncio.Protocol:
+        made: asyncio.Protocol = Counted(
+            config=server.config, server_state=server.server_state, app_state={}
+        )
+        protocols.add(made)
+        return made
+
+    with door:
+        try:
+            while True:
+                await free.acquire()
+                try:
+                    connection, _ = await loop.sock_accept(door)
+                except OSError:  # of that connection, or this process has no descriptor left
+                    free.release()
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                await loop.connect_accepted_socket(protocol, connection)
+        finally:
+            for one in protocols:
+                one.transport.abort()  # type: ignore[attr-defined]
 
 
 class _Refused(Exception):

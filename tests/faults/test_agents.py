@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 
 import pytest
 from helpers.episodes import request, speaking
+from helpers.programs import run as isolates
 from helpers.sources import char
 
 from hybridflow.core.contracts.failure import FailureRule
@@ -21,6 +23,8 @@ from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.kit.chat.conversation import MOST_WAITING
+from hybridflow.kit.chat.endpoint import CONNECTIONS
+from hybridflow.kit.sandbox.process import Limits
 
 DIGITS = char()
 ROWS = 20
@@ -186,4 +190,126 @@ def test_agents_that_misbehave_end_their_own_episodes_alone(caplog, capfd, tmp_p
     said = capfd.readouterr()
     log = said.out + said.err + "".join(record.getMessage() for record in caplog.records)
     assert not [row for row in range(ROWS) if canary({"name": str(row)}) in log]
+    assert list(tmp_path.iterdir()) == []
+
+
+ASK = """
+import http.client, json, os, re, socket, subprocess, sys, threading, time, urllib.parse
+key = os.environ["OPENAI_API_KEY"]
+where = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+def ask(text, key=key, port=where.port):
+    client = http.client.HTTPConnection(where.hostname, port, timeout=60)
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 2})
+    client.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {key}"})
+    return client.getresponse().status
+said = open("canary").read()
+print(ask(said + "+"), flush=True)
+"""
+COMMANDS = {
+    "asks": "",
+    "ends_itself": "os.kill(os.getpid(), 9)",
+    "sleeps": "time.sleep(600)",
+    "floods_connections": """
+held = []
+for _ in range(20):
+    if os.fork() == 0:
+        for _ in range(60):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex((where.hostname, where.port))
+            held.append(one)
+        time.sleep(600)
+os.wait()
+""",
+    "bombs": "while True:\n    os.fork()",
+    "fills": "while True:\n    print(key * 1000)",
+    "takes_memory": "held = [bytearray(10**7) for _ in range(10**4)]",
+    "guesses_keys": """
+print([ask(said, other) for other in ("", "sk-", key[:-1], key + "a")])
+""",
+    "looks_around": """
+found = []
+for folder, folders, files in os.walk("/"):
+    folders[:] = [name for name in folders if os.path.join(folder, name) not in ("/usr", sys.base_prefix)]
+    for name in files:
+        try:
+            found.append(open(os.path.join(folder, name)).read(10_000))
+        except (OSError, UnicodeError):
+            pass
+assert said in found
+print([text for text in found if re.search("90[0-9][0-9]09", text) and text != said])
+for port in range(1, 65536):
+    with socket.socket() as one:
+        reached = not one.connect_ex((where.hostname, port))
+        # A socket may reach itself, where its own port is the one that it tries.
+        if reached and port != where.port and one.getpeername() != one.getsockname():
+            print("open:", port)
+""",
+}
+"""What agents in the sandbox do after a first question."""
+SANDBOXED = (*COMMANDS, "asks")
+
+
+def plays_in_a_sandbox(model, row):
+    kind = SANDBOXED[int(row["name"])]
+    limits = Limits(seconds=6.0, memory_mb=150, disk_mb=2, processes=24)
+    with model.sandbox(limits=limits) as box:
+        box.write("canary", canary(row))
+        box.write("agent.py", ASK + COMMANDS[kind])
+        made = box.run(["python3", "agent.py"])
+        told[kind] = made
+        # Its files are there, and what it has started is not, for whoever judges it.
+        assert box.read("canary").decode() == canary(row)
+        assert box.run(["sh", "-c", "kill -0 -1"]).status
+        return float(made.good)
+
+
+@pytest.mark.timeout(300)
+def test_commands_in_a_sandbox_that_misbehave_end_alone(caplog, capfd, tmp_path, monkeypatch):
+    isolates("pass")
+    told.clear()
+    monkeypatch.chdir(tmp_path)
+    options = {"function": f"{__name__}:plays_in_a_sandbox", "chat": "plain", "tools": "none"}
+    rows = len(SANDBOXED)
+    section = EnvironmentSection("agent", 400, options, free=True, at_once=rows, timeout_s=60.0)
+    metas = [{"name": str(row)} for row in range(rows)]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    most = []
+    with speaking() as (engine, context):
+        asked = [request(200, at=at) for at in range(rows)]
+        over = threading.Event()
+
+        def watches():
+            while not over.wait(0.05):
+                most.append(len(os.listdir("/proc/self/fd")))
+
+        threading.Thread(target=watches).start()
+        batch = run_episodes(engine, asked, metas, Episodes(section, DIGITS), context)
+        over.set()
+
+    assert batch["outcome"].values == ["complete"] * rows
+    rewards = [sum(one) for one in batch["turn_rewards"].values]
+    assert {kind for kind, reward in zip(SANDBOXED, rewards, strict=True) if reward} == {
+        "asks", "guesses_keys", "looks_around",
+    }, told  # fmt: skip
+    assert all(outcome.output.startswith("200\n") for outcome in told.values()), told
+    assert told["guesses_keys"].output == "200\n[401, 401, 401, 401]\n"
+    assert told["looks_around"].output == "200\n[]\n"
+    assert [told[kind].reason for kind in ("sleeps", "floods_connections", "fills")] == [
+        "time", "time", "output",
+    ]  # fmt: skip
+    # A flood of 1,200 connections took 32 descriptors of this process.
+    assert max(most) < descriptors + rows * 12 + CONNECTIONS
+
+    for row, (prompt, ids) in enumerate(
+        zip(batch["prompt_ids"], batch["response_ids"], strict=True)
+    ):
+        text = DIGITS.decode([*prompt.tolist(), *ids.tolist()])
+        assert canary({"name": str(row)}) in text
+        assert not [
+            other for other in range(rows) if other != row and canary({"name": str(other)}) in text
+        ]
+    said = capfd.readouterr()
+    log = said.out + said.err + "".join(record.getMessage() for record in caplog.records)
+    assert not [row for row in range(rows) if canary({"name": str(row)}) in log]
     assert list(tmp_path.iterdir()) == []

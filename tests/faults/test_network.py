@@ -19,8 +19,8 @@ from helpers.network import beyond_loopback, listening
 from helpers.tiny import write
 
 from hybridflow.backends.ray import runtime
-from hybridflow.backends.rewards.jail import below
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.kit.sandbox.jail import below
 
 OTHER = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
 """Runs a command as a user that is not used otherwise."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from hybridflow.backends.rewards.sandbox import Limits, ProgramOutcome
+from hybridflow.kit.sandbox.process import Limits, ProgramOutcome
 
 HEAD = """
 import ctypes, errno, json, mmap, os, signal, socket, subprocess, sys, threading, time

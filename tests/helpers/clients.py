@@ -6,6 +6,7 @@ They import their clients when they play: an environment of tests may have none.
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,10 +105,40 @@ class Kept(Watched, GRPO):
     pass
 
 
+SANDBOXED = """
+import anthropic, openai, sys
+question = open("question").read()
+settings = {"model": "any", "max_tokens": 6}
+said = [{"role": "user", "content": question}]
+with openai.OpenAI() as client:
+    made = client.chat.completions.create(messages=said, n=2, **settings)
+    for choice in made.choices:
+        more = [*said, choice.message.model_dump(), {"role": "user", "content": "Sure?"}]
+        client.chat.completions.create(messages=more, stream=choice.index == 0, **settings)
+with anthropic.Anthropic() as client:
+    made = client.messages.create(messages=said, system="Add.", **settings)
+    open("answer", "w").write(repr(made.content))
+"""
+
+
+def plays_in_a_sandbox(model, row) -> float:
+    """A command that finds its clients' packages read-only, and the model behind its one door."""
+    packages = {"PYTHONPATH": "/packages", "PYTHONDONTWRITEBYTECODE": "1"}
+    with model.sandbox({"/packages": sysconfig.get_path("purelib")}, variables=packages) as box:
+        box.write("question", f"{row['a']} + {row['b']}?")
+        made = box.run(["python3", "-c", SANDBOXED])
+        assert made.good, made
+        return float(len(box.read("answer")) > 0)
+
+
 def three_agents(
-    folder: Path, rollout: Mapping[str, Any], model: Mapping[str, Any] = {}
+    folder: Path,
+    rollout: Mapping[str, Any],
+    model: Mapping[str, Any] = {},
+    function: str = "plays",
+    rows: int = 30,
 ) -> Sequence[int]:
-    """Play 30 episodes by an engine, and compare; (turns, sequences)."""
+    """Play episodes of the three, or of `function`, by an engine, and compare; (turns, sequences)."""
     tokenizer = family("qwen2.5")
     tokenizer.save(folder)
     end = int(tokenizer.encode("<|im_end|>")[0])
@@ -124,16 +155,16 @@ def three_agents(
         "environment": {
             "name": "agent",
             "max_turns": 8,
-            "at_once": 30,
-            "options": {"function": f"{__name__}:plays"},
+            "at_once": rows,
+            "options": {"function": f"{__name__}:{function}"},
         },
         "reward": {"function": "environment"},
     }
-    algorithm = Kept(GRPOConfig(prompts_per_step=15, group_size=2))
+    algorithm = Kept(GRPOConfig(prompts_per_step=rows // 2, group_size=2))
     with TinyRun(algorithm, overlay(tables, {"rollout": dict(rollout)} if rollout else {})) as run:
         made = recording(run.worker("actor").engine)
         metrics = run.step()
         batch = run.algorithm.batch
-    assert batch["outcome"].values == ["complete"] * 30
-    assert metrics["actor/mismatch_mean"] < 1e-4 and metrics["actor/turns"] * 30 == len(made)
+    assert batch["outcome"].values == ["complete"] * rows
+    assert metrics["actor/mismatch_mean"] < 1e-4 and metrics["actor/turns"] * rows == len(made)
     return len(made), compare(batch, made)

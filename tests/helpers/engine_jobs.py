@@ -12,7 +12,6 @@ import torch
 
 from helpers.network import beyond_loopback, listening
 from helpers.shared_memory import in_shared_memory
-from hybridflow.backends.rewards.jail import below
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine
 from hybridflow.backends.vllm.config import VLLMConfig
@@ -22,6 +21,7 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.sandbox.jail import below
 from hybridflow.kit.testing.engine_base import PROMPTS, requests
 from hybridflow.kit.testing.models import Reference, reference
 

@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-from hybridflow.backends.rewards.sandbox import Limits, ProgramOutcome, run_program
-from hybridflow.core.errors import RewardError
+from hybridflow.kit.sandbox.process import Limits, ProgramOutcome, SandboxError
+from hybridflow.kit.sandbox.programs import run_program
 
 AMPLE = Limits(seconds=20.0)
 """More than a program needs, also beside other work."""
@@ -17,5 +17,5 @@ def run(program: str, given: str | None = None, limits: Limits = AMPLE) -> Progr
     """Skips the test where this machine does not let a program run apart from it."""
     try:
         return run_program(textwrap.dedent(program), given, limits)
-    except RewardError as error:
+    except SandboxError as error:
         pytest.skip(str(error))

@@ -17,10 +17,11 @@ from helpers.paths import matrix
 from helpers.steps import Watched, column
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.backends.rewards.sandbox import Limits, run_program
 from hybridflow.core.contracts.environment import Answer, Environment
 from hybridflow.core.values.seeds import row_seed
 from hybridflow.core.workers.environment_calls import THREAD
+from hybridflow.kit.sandbox.process import Limits
+from hybridflow.kit.sandbox.programs import run_program
 from hybridflow.kit.testing import TinyRun
 
 

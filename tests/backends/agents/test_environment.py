@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 from helpers.episodes import END, STOP_ID, request
+from helpers.programs import run as isolates
 from helpers.sources import char
 from helpers.steps import Watched
 from helpers.templates import family
@@ -26,6 +27,7 @@ from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.kit.chat.conversation import EpisodeOver
+from hybridflow.kit.sandbox.process import SandboxError
 from hybridflow.kit.testing import TinyRun
 from hybridflow.kit.testing.runs import MODEL
 
@@ -476,3 +478,65 @@ def test_a_run_trains_each_branch_behind_what_stood_before_it(tmp_path):
         last_start = branches[-1][0]
         assert branches == [[first, -1], [start, -2], [on, first - 1], [last_start, start - 1]]
     assert not any(rows.values())
+
+
+def waits_in_a_sandbox(model, row):
+    """Asks from the sandbox, and hangs there in its row 0."""
+    with model.sandbox() as box:
+        box.write("ask.py", ASK)
+        made = box.run(["python3", "ask.py"])
+        heard.setdefault(row["name"], []).append((made, box))
+        if row["name"] == "0":
+            try:
+                box.run(["sleep", "600"], seconds=600.0)
+            except SandboxError as error:
+                heard["ended"] = [str(error), box]
+                with pytest.raises(EpisodeOver):
+                    model.sandbox()
+                raise
+    return 1.0
+
+
+async def awaits_a_sandbox(model, row):
+    box = await asyncio.to_thread(model.sandbox)
+    made = await asyncio.to_thread(box.run, ["python3", "-c", ASK])
+    heard.setdefault(row["name"], []).append((made, box))
+    return 1.0  # the sandbox is left to the end of the episode
+
+
+ASK = """
+import json, os, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 2}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+print(json.load(urllib.request.urlopen(asked))["usage"]["completion_tokens"])
+"""
+
+
+def test_a_sandbox_ends_with_its_episode_and_what_runs_in_it_too(speaker):
+    isolates("pass")
+    heard.clear()
+    rule = FailureRule(mask=True)
+    made = play(
+        speaker, "waits_in_a_sandbox", rows=3, free=True, at_once=3, timeout_s=8, on_failure=rule
+    )
+    assert made["outcome"].values == ["failed_tool", "complete", "complete"]
+    assert all(heard[str(row)][0][0].output in ("1\n", "2\n") for row in range(3))
+    deadline = time.monotonic() + 10
+    while "ended" not in heard and time.monotonic() < deadline:
+        time.sleep(0.05)
+    said, box = heard["ended"]
+    assert said == "the sandbox was closed, or killed, in a command"
+    assert box._jail.process.poll() is not None
+
+
+def test_an_async_agent_may_leave_its_sandbox_to_the_end(speaker):
+    isolates("pass")
+    heard.clear()
+    made = play(speaker, "awaits_a_sandbox", rows=2)
+    assert made["outcome"].values == ["complete"] * 2
+    for row in range(2):
+        [(outcome, box)] = heard[str(row)]
+        assert outcome.output in ("1\n", "2\n")  # the model may end its turn
+        with pytest.raises(SandboxError, match="is closed"):
+            box.run(["true"])

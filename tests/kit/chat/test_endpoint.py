@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -425,3 +427,62 @@ def test_without_its_packages_an_endpoint_says_what_to_install():
     assert ran.stdout.strip() == (
         "HybridFlowError an endpoint for agents needs uvicorn; pip install 'hybridflow[agents]'"
     )
+
+
+def test_a_further_socket_has_its_own_connections_and_ends_with_them(reach, monkeypatch):
+    """As many as it may have at a time; the next one waits for a place, and others do not wait for it."""
+    monkeypatch.setattr(module, "CONNECTIONS", 2)
+    model = ScriptedModel("4")
+    key = reach(model)["api_key"]
+    body = json.dumps({"messages": [{"role": "user", "content": "2+2?"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    door = socket.create_server(("127.0.0.1", 0))
+    address = door.getsockname()
+    end = endpoint().serve(door)
+    held = [socket.create_connection(address, 10) for _ in range(2)]
+    time.sleep(0.2)
+    with socket.create_connection(address, 10) as third:
+        third.sendall(request)
+        third.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            third.recv(1)
+        # The main socket has its own.
+        with socket.create_connection(("127.0.0.1", endpoint().port), 10) as main:
+            main.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"401" in main.recv(100)
+        held.pop().close()
+        third.settimeout(10)
+        assert third.recv(15) == b"HTTP/1.1 200 OK"
+        end()
+        third.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            while third.recv(10_000):
+                pass
+    held[0].settimeout(10)
+    with contextlib.suppress(ConnectionResetError):
+        assert held[0].recv(1) == b""
+    held[0].close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, 10)
+
+
+def test_a_further_socket_goes_on_after_a_connection_that_could_not_be_accepted(monkeypatch):
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    failures = [OSError(24, "Too many open files")] * 3
+    loop = endpoint()._loop
+    accept = loop.sock_accept
+
+    async def accepts(listener):
+        if failures:
+            raise failures.pop()
+        return await accept(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", accepts)
+    door = socket.create_server(("127.0.0.1", 0))
+    end = endpoint().serve(door)
+    with socket.create_connection(door.getsockname(), 10) as client:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"401" in client.recv(100)
+    assert not failures
+    end()

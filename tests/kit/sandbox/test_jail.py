@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from helpers.programs import run
 
-from hybridflow.backends.rewards import jail, sandbox
-from hybridflow.backends.rewards.sandbox import Limits
+from hybridflow.kit.sandbox import jail, process
+from hybridflow.kit.sandbox.process import Limits
 
 
 def test_a_system_call_that_fails_is_an_error_with_its_name():
@@ -48,7 +48,7 @@ def test_a_supervisor_whose_parent_was_killed_before_it_could_be_told_runs_nothi
             os.close(reader)
         child = os.fork()
         if child == 0:
-            os._exit(jail.supervise(Settings(), False, None, writer))
+            os._exit(jail.supervise(Settings(), False, None, (0, 1, 2), writer))
         assert jail.exit_status(os.waitpid(child, 0)[1]) == status
         os.close(writer)
 
@@ -56,15 +56,15 @@ def test_a_supervisor_whose_parent_was_killed_before_it_could_be_told_runs_nothi
 def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
     settings = {
         "prefix": sys.prefix,
+        "folders": {},
+        "door": False,
         "disk_bytes": -(10**9),
-        "program": "",
-        "input": None,
         "uid": 54321,
     }
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen([sys.executable, "-I", "-S", jail.__file__], stdin=theirs, env={})
     theirs.close()
-    files = [tmp_path / name for name in ("settings", "output", "errors")]
+    files = [tmp_path / name for name in ("settings", "input", "output", "errors")]
     files[0].write_text(json.dumps(settings))
     opened = [os.open(file, os.O_RDWR | os.O_CREAT) for file in files]
     socket.send_fds(ours, [b"1000000000"], opened)
@@ -73,8 +73,8 @@ def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path)
     assert server.wait(10) == 0
     for descriptor in opened:
         os.close(descriptor)
-    assert files[2].read_text().startswith("cannot isolate: ")
-    assert files[1].read_text() == ""
+    assert files[3].read_text().startswith("cannot isolate: ")
+    assert files[2].read_text() == ""
 
 
 def test_files_are_gone_with_the_program():
@@ -175,19 +175,19 @@ def test_programs_of_one_jail_do_not_see_what_others_changed():
 
 def test_a_jail_that_was_ended_is_an_error_and_the_next_program_has_a_new_one():
     assert run("pass").good
-    [*_, jailed] = sandbox._idle
+    [*_, jailed] = process._idle
     os.kill(jailed.process.pid, signal.SIGKILL)
     jailed.process.wait()
     with pytest.raises(OSError):
         run("pass")
-    assert jailed not in sandbox._idle and run("pass").good
+    assert jailed not in process._idle and run("pass").good
 
 
 def test_jails_end_with_the_process_that_uses_them():
     program = """
-        from hybridflow.backends.rewards import sandbox
-        sandbox.run_program("pass")
-        print(sandbox._idle[0].process.pid, flush=True)
+        from hybridflow.kit.sandbox import process, programs
+        programs.run_program("pass")
+        print(process._idle[0].process.pid, flush=True)
         import os
         os.kill(os.getpid(), 9)
         """

@@ -1,12 +1,12 @@
 """Runs programs of a model, each isolated: its own namespaces and root, limits, no network.
 
-sandbox.py starts this script as `python -I -S jail.py`, with a socket as standard input, and keeps
+process.py starts this script as `python -I -S jail.py`, with a socket as standard input, and keeps
 it: a fork takes a fraction of the time of a new interpreter. It imports the standard library alone,
 and never reads a program itself. Each of these is forked from the one before:
 
-    serve       takes a message for each program: its settings, standard output and standard error
-    isolated    unshares namespaces, and waits; it is still a process of this machine
-    supervise   is process 1 of the namespaces: when it dies, all processes in them die
+    serve       takes a message for each program: its settings, and its three standard files
+    keep        unshares namespaces and makes a root, which stay for the programs that follow
+    supervise   is process 1 of a program's processes: when it dies, all of them do
     program     has limits, no privileges, and no files but the three standard ones
 
 The exit status is the program's, or 128 + n if signal n ended it. Status 125 means that it could
@@ -19,6 +19,7 @@ import builtins
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import types
 
@@ -59,18 +61,27 @@ FILTER = 2
 CAPABILITY_VERSION = 0x20080522
 """Of the argument of capset(2)."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-"""The number of the system call pivot_root, which libc has no function for."""
+CLONE = {"x86_64": 56, "aarch64": 220}
+"""The numbers of system calls, by machine. libc has no function for the one, and calls a function
+of ours in a new process with the other."""
 SYSTEM = ("usr", "lib", "lib64", "lib32", "bin")
 """Folders of this machine that a Python interpreter links to; the program sees them read-only."""
 ROOT = "/sys"
 """Where the program's root is mounted, in its own namespace: a folder that every machine has, and
 that holds nothing of what SYSTEM names. So no folder is made, and none is left."""
-PAGE = 4096
-"""Bytes in which a tmpfs counts; a machine with larger pages gives a program a little more."""
+SOCKET_TYPES = 0xF
+"""Of the second argument of socket(2), which has flags too."""
+DOOR = ("127.0.0.1", 8000)
+"""Where a program finds its door, in its own network."""
+SIOCSIFFLAGS = 0x8914
+"""Of ioctl(2): set the flags of a network interface."""
+IFF_UP = 1
 INODES = 4096
 """Largest number of files of a program: each takes memory of the kernel, also an empty one."""
 WATCH_S = 0.05
 """Time between two looks at the memory of a program's processes, in seconds."""
+VARIABLES = {"PATH": f"{sys.base_prefix}/bin:/usr/bin:/bin", "HOME": "/tmp"}
+"""A program's environment variables."""
 SYSTEM_CALLS = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile
     copy_file_range splice tee open openat openat2 creat close close_range dup dup2 dup3 pipe pipe2
@@ -109,9 +120,11 @@ ALLOW = 0x7FFF0000
 ERRNO = 0x50000
 NOT_EQUAL = 1
 EQUAL = 4
+GREATER = 6
 MASKED_EQUAL = 7
 OPTIMIZE = 8
 libc = ctypes.CDLL(None, use_errno=True)
+holding_gil = ctypes.PyDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
@@ -143,17 +156,17 @@ def seal(targets, mounts):
 
 
 def make_root(settings):
-    """Make a small tmpfs the root, with Python and the program in it, and drop the old root."""
+    """Make a small tmpfs the root, with Python and the folders to show, and drop the old root."""
     root = ROOT
     prefix = settings["prefix"]
     mounts = open("/proc/self/mountinfo", errors="surrogateescape")  # noqa: SIM115
 
-    # Mounts from here on are not seen outside. The program's text takes nothing of its room.
+    # Mounts from here on are not seen outside.
     call("mount", None, "/", None, ctypes.c_ulong(REC | PRIVATE), None)
-    texts = (settings["program"], settings["input"] or "")
-    room = sum(len(text.encode(errors="replace")) + PAGE for text in texts)
-    size = f"size={settings['disk_bytes'] + room},nr_inodes={INODES},mode=755"
+    size = f"size={settings['disk_bytes']},nr_inodes={INODES},mode=755"
     call("mount", "tmpfs", root, "tmpfs", ctypes.c_ulong(NOSUID | NODEV), size)
+    for inside in settings["folders"]:
+        os.makedirs(root + inside)  # first: later it could be in a folder of this machine
 
     # Python and what it links to
     shown = []
@@ -169,6 +182,9 @@ def make_root(settings):
         os.makedirs(root + prefix)
         bind(prefix, root + prefix)
         shown.append(root + prefix)
+    for inside, outside in settings["folders"].items():
+        bind(outside, root + inside)
+        shown.append(root + inside)
     seal(shown, mounts)
 
     # Devices
@@ -178,12 +194,9 @@ def make_root(settings):
             pass
         call("mount", f"/dev/{name}", f"{root}/dev/{name}", None, ctypes.c_ulong(BIND), None)
 
-    # The program, in a folder that it may write to
+    # A folder that programs may write to
     os.makedirs(f"{root}/tmp", exist_ok=True)
     os.chmod(f"{root}/tmp", 0o1777)
-    with open(f"{root}/tmp/main.py", "w", encoding="utf-8", errors="replace") as file:
-        file.write(settings["program"])
-    os.chmod(f"{root}/tmp/main.py", 0o644)
 
     # Change roots. A root that was only left (chroot) could be entered again.
     os.mkdir(f"{root}/old")
@@ -196,9 +209,9 @@ def make_root(settings):
 def limit(settings, privileged, permitted):
     """Set the limits of this process and of those that it starts, and drop its privileges.
 
-    permitted: of make_filter().
+    permitted: what make_filters() returns.
     """
-    # In a user namespace our two processes outside belong to the same user.
+    # In a user namespace our two processes, keep and supervise, belong to the same user.
     processes = settings["processes"] + (0 if privileged else 2)
     limits = {
         resource.RLIMIT_CPU: settings["cpu_s"],
@@ -223,7 +236,8 @@ def limit(settings, privileged, permitted):
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
     call("capset", header, none)
-    call("prctl", SECCOMP, FILTER, ctypes.byref(permitted), 0, 0)
+    chosen = permitted[settings["door"]]
+    call("prctl", SECCOMP, FILTER, ctypes.byref(chosen), 0, 0)
 
 
 def become(user):
@@ -250,11 +264,16 @@ class Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def make_filter():
-    """Return the filter of a program's system calls, which libseccomp compiles.
+def make_filters():
+    """Return the filters of a program's system calls: for one without a door, and for one with it.
 
-    Raises OSError where the library is missing, or refuses.
+    Raises OSError where libseccomp, which compiles them, is missing or refuses.
     """
+    return make_filter(False), make_filter(True)
+
+
+def make_filter(door):
+    """Return a filter; with a door it allows connections by TCP. Raises OSError."""
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ERRNO | errno.ENOSYS)))
@@ -268,21 +287,31 @@ def make_filter():
             made = library.seccomp_rule_add_array(rules, ctypes.c_uint32(ALLOW), number, 0, None)
             checked(made, name)
 
-    # No namespaces, and no sockets but those of this machine's processes: each other family is code
-    # of the kernel that the program has no use for.
+    # No namespaces, and no sockets but those of this machine's processes and, to a door, of TCP:
+    # each other family is code of the kernel that the program has no use for.
     spaces = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | NEWCGROUP
-    local = int(socket.AF_UNIX)
+    local, internet = int(socket.AF_UNIX), int(socket.AF_INET)
     other_family = ERRNO | errno.EAFNOSUPPORT
-    for name, action, condition in (
-        ("clone", ALLOW, Compared(0, MASKED_EQUAL, spaces, 0)),
-        ("socket", ALLOW, Compared(0, EQUAL, local, 0)),
-        ("socketpair", ALLOW, Compared(0, EQUAL, local, 0)),
-        ("socket", other_family, Compared(0, NOT_EQUAL, local, 0)),
-        ("socketpair", other_family, Compared(0, NOT_EQUAL, local, 0)),
-    ):
+    rules_by_argument = [
+        ("clone", ALLOW, [Compared(0, MASKED_EQUAL, spaces, 0)]),
+        ("socket", ALLOW, [Compared(0, EQUAL, local, 0)]),
+        ("socketpair", ALLOW, [Compared(0, EQUAL, local, 0)]),
+        ("socketpair", other_family, [Compared(0, NOT_EQUAL, local, 0)]),
+        ("socket", other_family, [Compared(0, GREATER, internet, 0)]),
+    ]
+    if door:
+        stream = Compared(1, MASKED_EQUAL, SOCKET_TYPES, int(socket.SOCK_STREAM))
+        for protocol in (0, int(socket.IPPROTO_TCP)):
+            tcp = [Compared(0, EQUAL, internet, 0), stream, Compared(2, EQUAL, protocol, 0)]
+            rules_by_argument.append(("socket", ALLOW, tcp))
+    else:
+        rules_by_argument.append(("socket", other_family, [Compared(0, EQUAL, internet, 0)]))
+    for name, action, conditions in rules_by_argument:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        conditions = ctypes.byref(condition)
-        made = library.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, 1, conditions)
+        given = (Compared * len(conditions))(*conditions)
+        made = library.seccomp_rule_add_array(
+            rules, ctypes.c_uint32(action), number, len(conditions), given
+        )
         checked(made, name)
 
     with open(os.memfd_create("filter"), "rb") as file:
@@ -304,9 +333,11 @@ def isolate(settings):
     Without privileges a user namespace comes first, which maps this user alone. Raises OSError
     where the kernel refuses.
     """
-    flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
+    flags = NEWNS | NEWUTS | NEWIPC | NEWNET
     try:
         call("unshare", flags)
+        if settings["door"]:
+            raise_loopback()
         return True
     except PermissionError:
         # Root in a container. In a user namespace it would still be root, whose processes are not
@@ -327,74 +358,104 @@ def isolate(settings):
     ):
         with open(f"/proc/self/{file}", "w") as out:
             out.write(text)
+    if settings["door"]:
+        raise_loopback()
     return False
 
 
-def serve():
-    """Run one program after another, until sandbox.py closes the socket.
+def raise_loopback():
+    """Let the processes of this network namespace reach each other. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
 
-    Each message has three files: settings (JSON), standard output, standard error; its text is how
-    much memory the program's processes may hold together, in bytes. The answer is the exit status,
-    one byte. A message "kill" ends the program that runs.
+
+def serve():
+    """Run one program after another, until process.py closes the socket.
+
+    Each message for a program has four files: settings (JSON), and its standard input, output and
+    error; its text is how much memory its processes may hold together, in bytes. The answer is the
+    exit status, one byte, and with the first one comes the door, if there is one: a socket that
+    listens in the program's network. A message "kill" ends the program that runs; "end" ends what
+    programs leave for the next: namespaces, files, door.
     """
     channel = socket.socket(fileno=0)
     try:
-        permitted = make_filter()
+        permitted = make_filters()
     except OSError as error:
         permitted = error
     own = resident(os.getpid())
     gc.freeze()  # a collection in a child would copy the pages that they share
+    kept = None
     while True:
-        message, files, _, _ = socket.recv_fds(channel, 32, 3)
+        message, files, _, _ = socket.recv_fds(channel, 32, 4)
         if not message:
             return
-        if len(files) != 3:  # "kill", for a program that has ended meanwhile
+        if message == b"end" and kept:
+            keeper, programs = kept
+            os.kill(keeper, signal.SIGKILL)
+            os.waitpid(keeper, 0)
+            programs.close()
+            kept = None
+        if len(files) != 4:  # it may be "kill", for a program that has ended meanwhile
             continue
-        # The pipe is closed when the child and its supervisor have ended.
-        alive, held = os.pipe()
-        child = os.fork()
-        if child == 0:
-            channel.close()
-            os.close(alive)
-            given, output, errors = files
-            os._exit(begin(given, output, errors, permitted))
-        for descriptor in (*files, held):
+
+        if kept is None:
+            programs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            keeper = os.fork()
+            if keeper == 0:
+                for descriptor in (*files, channel.fileno(), programs.fileno()):
+                    os.close(descriptor)
+                os._exit(keep(theirs, permitted))
+            theirs.close()
+            kept = keeper, programs
+        keeper, programs = kept
+        socket.send_fds(programs, [b"run"], files)
+        for descriptor in files:
             os.close(descriptor)
-
-        told = watch(child, alive, channel, own, int(message))
-        if told != b"ended":
-            os.kill(child, signal.SIGKILL)
-        status = exit_status(os.waitpid(child, 0)[1])
-        os.read(alive, 1)  # until the program's last process has ended
-        os.close(alive)
-        if not told:
+        if not watch(keeper, programs, channel, own, int(message)):
             return
-        channel.send(bytes([status]))
 
 
-def watch(child, alive, channel, own, most):
-    """Return b"ended" when the program has ended, or what the socket says before that.
+def watch(keeper, programs, channel, own, most):
+    """Wait until a program has ended, and pass the answer on; return False where nobody waits.
 
-    It returns b"memory" where the processes below `child` hold more than `most` bytes together,
-    without the `own` bytes that each of them has in common with this process.
+    It is killed where the processes below `keeper` hold more than `most` bytes together, without
+    the `own` bytes that each of them has in common with this process.
     """
+    killed = False
     while True:
-        ready, _, _ = select.select([alive, channel.fileno()], [], [], WATCH_S)
+        ready, _, _ = select.select([programs.fileno(), channel.fileno()], [], [], WATCH_S)
+        if programs.fileno() in ready:
+            status, files, _, _ = socket.recv_fds(programs, 1, 1)
+            if status:
+                socket.send_fds(channel, [status], files)
+            for descriptor in files:
+                os.close(descriptor)
+            return bool(status)
         if ready:
-            return b"ended" if alive in ready else channel.recv(16)
-        if sum(max(resident(process) - own, 0) for process in below(child)) > most:
-            return b"memory"
+            if not channel.recv(16):
+                return False
+            killed = True
+        elif sum(max(resident(process) - own, 0) for process in below(keeper)) > most:
+            killed = True
+        if killed:  # as often as it takes: it may not have begun
+            for child in children(keeper):
+                os.kill(int(child), signal.SIGKILL)
 
 
-def below(process):
-    """Return the numbers of the processes that a process has started, and those have started."""
+def children(process):
+    """Return the numbers of the processes that a process has started, as texts."""
     found = []
     with contextlib.suppress(OSError):  # it may have ended
         for task in os.listdir(f"/proc/{process}/task"):
             with open(f"/proc/{process}/task/{task}/children") as file:
-                for child in file.read().split():
-                    found += [child, *below(child)]
+                found += file.read().split()
     return found
+
+
+def below(process):
+    """Return the numbers of the processes that a process has started, and those have started."""
+    return [one for child in children(process) for one in (child, *below(child))]
 
 
 def resident(process):
@@ -405,60 +466,85 @@ def resident(process):
     return 0
 
 
-def begin(settings, output, errors, permitted):
-    """Become the program's process on this machine; return its exit status."""
-    try:
-        call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        os.open("/dev/null", os.O_RDONLY)  # becomes 0, where the socket was
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        with open(settings, "rb") as file:
-            file.seek(0)
-            given = json.load(file)
-        if isinstance(permitted, OSError):
-            return refuse(permitted)
-        return isolated(given, permitted)
-    except BaseException as error:
-        return refuse(error)
+def keep(programs, permitted):
+    """Run programs in namespaces of their own, one after the other; return the exit status.
+
+    permitted: what make_filters() returns, or its error.
+    """
+    call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # where the socket was
+    privileged = None
+    while True:
+        message, files, _, _ = socket.recv_fds(programs, 16, 4)
+        if not message:
+            return 0
+        settings_file, *streams = files
+        doors = []
+        try:
+            with open(settings_file, "rb") as file:
+                file.seek(0)
+                settings = json.load(file)
+            if privileged is None:
+                if isinstance(permitted, OSError):
+                    raise permitted
+                privileged = isolate(settings)
+                make_root(settings)
+                if settings["door"]:
+                    doors.append(socket.create_server(DOOR, backlog=64).detach())
+            status = supervised(settings, privileged, permitted, streams)
+        except BaseException as error:
+            status = refuse(error, streams[-1])
+        socket.send_fds(programs, [bytes([status])], doors)
+        for descriptor in (*streams, *doors):
+            os.close(descriptor)
 
 
-def isolated(settings, permitted):
-    """Run the program in namespaces of its own; return its exit status."""
-    try:
-        privileged = isolate(settings)
-    except OSError as error:
-        return refuse(error)
-
-    # The child is the first process of the new namespace: when it dies, all of them do.
+def supervised(settings, privileged, permitted, streams):
+    """Run a program whose processes end with it; return its exit status. Raises OSError."""
     reader, writer = os.pipe()
-    supervisor = os.fork()
+    supervisor = fork_as_first()
     if supervisor == 0:
         os.close(reader)
-        os._exit(supervise(settings, privileged, permitted, writer))
+        os._exit(supervise(settings, privileged, permitted, streams, writer))
 
     # The pipe brings the problem that kept the program from running, or nothing.
     os.close(writer)
-    problem = os.read(reader, 4096)
+    with open(reader, "rb", buffering=0) as pipe:
+        problem = pipe.read(4096)
+    # When process 1 has ended, all have.
     status = exit_status(os.waitpid(supervisor, 0)[1])
     if problem:
-        return refuse(problem.decode())
+        raise OSError(problem.decode())
     return 1 if status == 125 else status  # 125 is ours
 
 
-def supervise(settings, privileged, permitted, writer):
+def fork_as_first():
+    """Fork, as os.fork, into a new namespace of processes, in which the child is process 1.
+
+    A process can unshare that namespace once only. Raises OSError.
+    """
+    number = ctypes.c_long(CLONE[os.uname().machine])
+    flags = ctypes.c_ulong(NEWPID | int(signal.SIGCHLD))
+    forked = holding_gil.syscall(number, flags, *[ctypes.c_ulong(0)] * 4)
+    if forked < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"clone: {os.strerror(error)}")
+    return forked
+
+
+def supervise(settings, privileged, permitted, streams, writer):
     """Run the program as a child; return its exit status.
 
     A problem before the program runs is written to the pipe `writer`, by either process.
     """
     try:
-        # Die with the parent: `serve` kills that one alone.
+        # Die with the parent.
         call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         # Where the parent was killed before that, nobody reads the pipe: poll reports an error.
         poll = select.poll()
         poll.register(writer, 0)
         if poll.poll(0):
             return 125
-        make_root(settings)
 
         # Process 1 waits for all children, those whose parents have died included.
         program = os.fork()
@@ -471,31 +557,59 @@ def supervise(settings, privileged, permitted, writer):
 
         # The child. Closing the pipe says that the program begins.
         os.chdir("/tmp")
-        if settings["input"] is None:
-            source = os.open("/dev/null", os.O_RDONLY)
-        else:
-            source = _input(settings["input"])
-        os.dup2(source, 0)
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
         limit(settings, privileged, permitted)
         os.closerange(3, 1024)
     except BaseException as error:
         os.write(writer, str(error).encode(errors="replace"))
         return 125
-    return run(settings["program"])
+    if settings["command"]:
+        return execute(settings["command"], settings["variables"])
+    return run(settings["program"], settings["file"])
 
 
-def run(program):
-    """Run the program's text as `python main.py` would; return its exit status."""
+def execute(command, variables):
+    """Become another program; return the exit status where there is none."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, {**VARIABLES, **variables})
+    except (OSError, ValueError) as error:
+        os.write(2, f"{command[0]}: {error}\n".encode(errors="replace"))
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def save(program, path):
+    """Write the program's text to a file. Raises OSError, and leaves none."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    try:
+        with open(path, "x", encoding="utf-8", errors="replace") as file:
+            file.write(program)
+    except OSError:
+        os.unlink(path)
+        raise
+
+
+def run(program, path):
+    """Run the program's text as `python FILE` would; return its exit status.
+
+    path: of the file that it is in, or "".
+    """
+    if path:
+        with contextlib.suppress(OSError):  # where there is no room, errors do not show its lines
+            save(program, path)
     # What a new interpreter would have.
     os.environ.clear()
-    os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp")
-    sys.argv = ["main.py"]
+    os.environ.update(VARIABLES)
+    sys.argv = [os.path.basename(path)]
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace")  # noqa: SIM115
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     main = types.ModuleType("__main__")
-    main.__file__ = "/tmp/main.py"
+    main.__file__ = path
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = main
     sys.setrecursionlimit(sys.getrecursionlimit() + 20)  # the frames below it
@@ -543,18 +657,9 @@ def exit_status(status):
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _input(text):
-    """Return an open file with the text, which has no name: the program's standard input."""
-    with open("/tmp/.input", "w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-    descriptor = os.open("/tmp/.input", os.O_RDONLY)
-    os.unlink("/tmp/.input")
-    return descriptor
-
-
-def refuse(error):
-    """Write to standard error why nothing was run; return the exit status for that."""
-    os.write(2, f"cannot isolate: {error}\n".encode(errors="replace"))
+def refuse(error, errors):
+    """Write to the file `errors` why nothing was run; return the exit status for that."""
+    os.write(errors, f"cannot isolate: {error}\n".encode(errors="replace"))
     return 125
 
 

@@ -1,21 +1,10 @@
-"""Runs programs that a model wrote, isolated from this machine.
-
-They have limits of time, memory, files and processes, no network, and no access to our files:
-
-    run_program -- settings, stdout, stderr --> jail.py    kept, and used again
-         ^                                       `- isolated    new namespaces
-         |                                           `- supervise   process 1 of them; an own root
-         `-- output, errors, exit status                 `- program limits, no privileges
-
-It needs Linux: namespaces (as root, or by user namespaces), a filter of system calls by libseccomp,
-and a root directory that holds Python's standard library, read-only, and a small tmpfs. A bug in
-the kernel could still let a program escape: docs/security.md says what holds one back.
-"""
+"""The process of jail.py, and how a program is run in it."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -26,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from hybridflow.core.errors import RewardError
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.validators import at_least, positive
 
 JAIL = Path(__file__).with_name("jail.py")
@@ -43,6 +33,8 @@ NEEDED = (
     "kernel.unprivileged_userns_clone=1, user.max_user_namespaces; in Docker --cap-add SYS_ADMIN) "
     "and libseccomp (apt install libseccomp2)"
 )
+MOST_IDLE = 32
+"""Largest number of processes that wait for their next program."""
 
 
 @attrs.frozen
@@ -82,75 +74,18 @@ class ProgramOutcome:
         return self.reason == "ended" and self.status == 0
 
 
-def run_program(
-    program: str, given: str | None = None, limits: Limits | None = None
-) -> ProgramOutcome:
-    """Run Python text with `given` as its standard input (None: empty).
-
-    Raises RewardError where this machine cannot isolate the program.
-    """
-    limits = limits or Limits()
-    python = os.path.realpath(sys.executable) if sys.prefix == sys.base_prefix else _base_python()
-    settings = _jail_settings(program, given, limits)
-    with _jail(python) as jail:
-        reason, status, output, errors = jail.run(settings, limits)
-
-    # A program may exit with this status too, but jail.py changes it then.
-    if status == REFUSED and errors.startswith("cannot isolate"):
-        raise RewardError(
-            f"this machine does not let a program run apart from it ({errors.strip()}); {NEEDED}"
-        )
-    return ProgramOutcome(reason, status, output, errors)
+class SandboxError(HybridFlowError):
+    """This machine does not let a program run apart from it, or a sandbox has ended."""
 
 
-def diagnose() -> list[tuple[str, str, str]]:
-    """Say for `hybridflow doctor` whether programs can run here: subject, finding, remedy."""
-    if sys.platform != "linux":
-        return [("sandbox", f"programs cannot run on {sys.platform}", "use Linux for them")]
-    try:
-        run_program("pass")
-    except RewardError as error:
-        found, _, remedy = str(error).partition("; ")
-        return [("sandbox", found, remedy)]
-    return [("sandbox", "programs run isolated: namespaces, and a filter of system calls", "")]
-
-
-_idle: list[_Jail] = []
-"""Jails that run nothing now."""
-os.register_at_fork(after_in_child=_idle.clear)
-
-
-@contextlib.contextmanager
-def _jail(python: str) -> Iterator[_Jail]:
-    """Lend a jail, an idle one if there is one. It is closed when its use fails."""
-    try:
-        jail = _idle.pop()
-    except IndexError:
-        jail = _Jail(python)
-    try:
-        yield jail
-    except BaseException:
-        jail.close()
-        raise
-    _idle.append(jail)
-    if len(_idle) > (os.cpu_count() or 1):
-        _idle.pop(0).close()
-
-
-@atexit.register
-def _close_idle() -> None:
-    while _idle:
-        _idle.pop().close()
-
-
-class _Jail:
+class Jail:
     """A process of jail.py, which runs one program at a time."""
 
-    def __init__(self, python: str):
+    def __init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [python, "-I", "-S", str(JAIL)],
+                [_python(), "-I", "-S", str(JAIL)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -158,25 +93,56 @@ class _Jail:
                 cwd="/",
                 start_new_session=True,
             )
+        self._place: dict[str, Any] = {}
+        """Settings of jail.py that the programs of a place have in common."""
 
-    def close(self) -> None:
-        """End the process, and the program that it runs."""
-        self.channel.close()
+    def begin(self, folders: Mapping[str, str], door: bool) -> None:
+        """Begin a new place: see Sandbox. The next program makes it."""
+        self._place = {
+            "prefix": os.path.realpath(sys.base_prefix),
+            "folders": dict(folders),
+            "door": door,
+            # A user that is not used otherwise: the kernel counts processes by user.
+            "uid": 200_000 + secrets.randbelow(2**30),
+        }
+
+    def end(self) -> None:
+        """End a place, its files and its door. Raises OSError where the jail has ended."""
+        self.channel.send(b"end")
+
+    def stop(self) -> None:
+        """End the process, and the program that another thread has it run; close() follows."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
         self.process.wait()
 
-    def run(self, settings: bytes, limits: Limits) -> tuple[str, int, str, str]:
-        """Run a program; return (reason, exit status, output, errors), as ProgramOutcome has them.
+    def close(self) -> None:
+        """End the process; safe to call twice."""
+        self.stop()
+        self.channel.close()
 
-        settings: of jail.py. Raises OSError where the jail has ended.
+    def run(
+        self, program: Mapping[str, Any], given: str | bytes, limits: Limits
+    ) -> tuple[ProgramOutcome, socket.socket | None]:
+        """Run a program; return how it ended, and with a place's first one its door.
+
+        program: settings of jail.py. Raises SandboxError where this machine cannot isolate it,
+        and OSError where the jail has ended.
         """
+        settings = {
+            **self._place,
+            **program,
+            "cpu_s": math.ceil(limits.seconds),
+            "memory_bytes": limits.memory_mb * 10**6,
+            "disk_bytes": limits.disk_mb * 10**6,
+            "processes": limits.processes,
+        }
         deadline = time.monotonic() + limits.seconds
         output, their_output = os.pipe()
         errors, their_errors = os.pipe()
-        given = os.memfd_create("settings")
-        sent = [given, their_output, their_errors]
         with open(output, "rb", buffering=0) as out, open(errors, "rb", buffering=0) as err:
+            sent = [_file(json.dumps(settings)), _file(given), their_output, their_errors]
             try:
-                _write_all(given, settings)
                 socket.send_fds(self.channel, [b"%d" % (limits.memory_mb * 10**6)], sent)
             finally:
                 for descriptor in sent:
@@ -188,10 +154,17 @@ class _Jail:
                 reason = "time"
             if reason != "ended":
                 self.channel.send(b"kill")
-            status = self.channel.recv(16)
+            status, doors, _, _ = socket.recv_fds(self.channel, 16, 1)
         if not status:
             raise OSError("the sandbox's own process was ended")
-        return reason, status[0], texts[0], texts[1]
+        # A program may exit with this status too, but jail.py changes it then.
+        if status[0] == REFUSED and texts[1].startswith("cannot isolate"):
+            why = texts[1].strip()
+            raise SandboxError(
+                f"this machine does not let a program run apart from it ({why}); {NEEDED}"
+            )
+        door = socket.socket(fileno=doors[0]) if doors else None
+        return ProgramOutcome(reason, status[0], *texts), door
 
     def _ended(self, wait_s: float) -> bool:
         """Return whether the program ends within `wait_s` seconds."""
@@ -201,29 +174,70 @@ class _Jail:
         return bool(poll.poll(wait_s * 1000))
 
 
-def _write_all(descriptor: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
+_idle: list[Jail] = []
+"""Jails that run nothing now."""
+os.register_at_fork(after_in_child=_idle.clear)
 
 
-def _jail_settings(program: str, given: str | None, limits: Limits) -> bytes:
-    """Return the settings of jail.py as JSON, with limits in its units (seconds, bytes)."""
-    settings = {
-        "prefix": os.path.realpath(sys.base_prefix),
-        "program": program,
-        "input": given,
-        "cpu_s": math.ceil(limits.seconds),
-        "memory_bytes": limits.memory_mb * 10**6,
-        "disk_bytes": limits.disk_mb * 10**6,
-        "processes": limits.processes,
-        # A user that is not used otherwise: the kernel counts processes by user.
-        "uid": 200_000 + secrets.randbelow(2**30),
-    }
-    return json.dumps(settings).encode()
+def take() -> Jail:
+    """Return a jail, an idle one if there is one."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        return Jail()
 
 
-def _base_python() -> str:
-    """Return the interpreter that this virtual environment was made from."""
+def give_back(jail: Jail) -> None:
+    """Have a jail wait for its next program; its place is ended."""
+    try:
+        jail.end()
+    except OSError:  # it was killed
+        jail.close()
+        return
+    _idle.append(jail)
+    if len(_idle) > MOST_IDLE:
+        _idle.pop(0).close()
+
+
+@contextlib.contextmanager
+def lent() -> Iterator[Jail]:
+    """Lend a jail for a program alone. It is closed when its use fails."""
+    jail = take()
+    try:
+        yield jail
+    except BaseException:
+        jail.close()
+        raise
+    give_back(jail)
+
+
+@atexit.register
+def close_idle() -> None:
+    """End all jails that run nothing."""
+    while _idle:
+        _idle.pop().close()
+
+
+def _file(content: str | bytes) -> int:
+    """Return a file in memory, which nobody can write to any more."""
+    descriptor = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        left = content.encode(errors="replace") if isinstance(content, str) else content
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _python() -> str:
+    """Return the interpreter, or the one that this virtual environment was made from."""
+    if sys.prefix == sys.base_prefix:
+        return os.path.realpath(sys.executable)
     executable = getattr(sys, "_base_executable", "")
     if not executable:
         name = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,0 +1,268 @@
+"""A sandbox for several commands: what stays between them, what does not, and its door."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.programs import AMPLE, run
+
+from hybridflow.kit.sandbox.process import Limits, SandboxError
+from hybridflow.kit.sandbox.session import DOOR, DOOR_URL, TAKEN, Sandbox
+
+CONNECT = """
+import socket
+for address in (("127.0.0.1", 8000), ("127.0.0.1", 8001), ("192.0.2.1", 8000), ("{0}", {1})):
+    try:
+        with socket.create_connection(address, 5) as connection:
+            connection.sendall(b"in")
+            print(connection.recv(9))
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.fixture(autouse=True)
+def isolated():
+    """Skip where this machine isolates no programs."""
+    run("pass")
+
+
+@pytest.fixture
+def box():
+    with Sandbox(limits=AMPLE) as made:
+        yield made
+
+
+def test_files_stay_between_commands_and_end_with_the_sandbox(box):
+    box.write("notes/a.txt", "one\n")
+    assert box.run(["sh", "-c", "cat notes/a.txt; echo two >> notes/a.txt"]).output == "one\n"
+    assert box.read("notes/a.txt") == b"one\ntwo\n" == box.read("/tmp/notes/a.txt")
+    whole = bytes(range(256)) * 1000
+    box.write("whole", whole)
+    assert box.read("whole") == whole
+    assert box.python("print(len(open('whole', 'rb').read()))").output == "256000\n"
+    with Sandbox() as other:
+        assert other.run(["ls", "/tmp"]).output == ""
+        assert other.run(["id", "-u"]).output != box.run(["id", "-u"]).output
+
+
+def test_processes_end_with_the_command_that_started_them(box):
+    box.run(
+        [
+            "sh",
+            "-c",
+            "(trap '' TERM HUP; while :; do date +%N > beat; sleep 0.02; done) & sleep 0.3",
+        ]
+    )
+    before = box.read("beat")
+    time.sleep(0.3)
+    assert box.read("beat") == before
+    assert box.run(["sh", "-c", "kill -0 -1"]).status != 0  # nobody else is there
+
+
+def test_a_command_has_its_arguments_input_and_variables_and_no_shell(box):
+    made = box.run(["printf", "%s|", "a b", "$HOME", "*"])
+    assert (made.good, made.output) == (True, "a b|$HOME|*|")
+    assert box.run(["cat"], b"\xc3\xa9\n").output == "é\n"
+    assert box.run(["cat"]).output == ""
+    names = box.run(["env"], variables={"MINE": "1"}).output.splitlines()
+    assert "MINE=1" in names and "HOME=/tmp" in names
+    assert {name.partition("=")[0] for name in names} == {"PATH", "HOME", "MINE"}
+    with Sandbox(variables={"MINE": "2"}) as other:
+        shown = 'echo "$MINE"; pwd; echo $0 >&2; exit 3'
+        made = other.run(["sh", "-c", shown, "name"])
+        assert (made.status, made.output, made.errors) == (3, "2\n/tmp\n", "name\n")
+    assert box.run(["python3", "-c", "import sys; print(sys.version_info[:2])"]).output
+    # Its signals are not Python's, which ignores that of a pipe nobody reads.
+    assert box.run(["sh", "-c", "yes | head -n 1; echo $?"]).output == "y\n0\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        (["no-such-program"], 127, "no-such-program"),
+        (["/tmp"], 126, "Permission denied"),
+        (["sh", "-c", "kill -9 $$"], 137, ""),
+        (["a\0b"], 126, "null"),
+    ],
+)
+def test_a_command_that_cannot_run_has_the_status_that_shells_give_it(box, command, status, said):
+    made = box.run(command)
+    assert made.status == status and said in made.errors
+    assert box.run(["true"]).good
+
+
+@pytest.mark.parametrize("command", ["ls -l", [], ""])
+def test_a_command_is_a_list(box, command):
+    with pytest.raises(SandboxError, match="a command is a list of texts"):
+        box.run(command)
+
+
+def test_folders_are_read_only_at_their_paths(tmp_path):
+    shown = tmp_path / "with space"
+    (shown / "deep").mkdir(parents=True)
+    (shown / "deep" / "tool.py").write_text("print(40 + 2)")
+    for path in (tmp_path, *tmp_path.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    with Sandbox({"/agent": shown, "/opt/more": str(tmp_path)}) as box:
+        assert box.run(["python3", "/agent/deep/tool.py"]).output == "42\n"
+        assert box.run(["ls", "/opt/more"]).output == "with space\n"
+        made = box.run(
+            ["sh", "-c", "echo x > /agent/deep/tool.py; rm -rf /agent/deep; touch /agent/new"]
+        )
+        assert made.errors.count("Read-only file system") >= 3
+        with pytest.raises(SandboxError, match=r"cannot write '/agent/x': OSError: .* Read-only"):
+            box.write("/agent/x", "")
+    assert (shown / "deep" / "tool.py").read_text() == "print(40 + 2)"
+    assert sorted(os.listdir(shown)) == ["deep"]
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        *TAKEN, f"{TAKEN[-1]}/more", os.path.dirname(TAKEN[-1]), "/usr/local/new", "/there/inner", "/", "agent", "",
+        "/agent/", "/a/../usr", "//agent", "/a/./b",
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_shown_is_refused(inside, tmp_path):
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(SandboxError, match="give an absolute path such as '/agent'"):
+        Sandbox({"/there": tmp_path, inside: tmp_path})
+    assert os.listdir(tmp_path) == ["inner"]
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(SandboxError, match="no-such' at /agent: it is no folder"):
+        Sandbox({"/agent": tmp_path / "no-such"})
+
+
+def test_limits_are_those_of_a_command_and_the_disk_that_of_all():
+    with Sandbox(limits=Limits(seconds=20.0, disk_mb=4, memory_mb=100)) as box:
+        started = time.monotonic()
+        made = box.run(["sh", "-c", "echo begun; sleep 60"], seconds=0.5)
+        assert (made.reason, made.output) == ("time", "begun\n")
+        assert box.python("import time; time.sleep(60)", seconds=0.5).reason == "time"
+        assert time.monotonic() - started < 15
+        assert box.run(["python3", "-c", "bytearray(2 * 10**8)"]).status == 1
+        fill = "head -c 3000000 /dev/zero > $0"
+        assert box.run(["sh", "-c", fill, "a"]).good
+        assert "No space left" in box.run(["sh", "-c", fill, "b"]).errors
+        assert box.run(["rm", "a", "b"]).good and box.run(["sh", "-c", fill, "b"]).good
+        with pytest.raises(SandboxError, match=r"cannot write 'c': OSError: .* No space left"):
+            box.write("c", bytes(3_000_000))
+
+
+def test_text_of_python_runs_beside_files_of_the_same_name(box):
+    box.write("main.py", "mine")
+    made = box.python("def f():\n    1 / 0\nf()")
+    assert made.status == 1 and "    1 / 0\n" in made.errors
+    assert box.read("main.py") == b"mine"
+
+
+def test_a_file_that_is_not_there_or_never_ends_is_an_error(box, monkeypatch):
+    with pytest.raises(SandboxError, match="cannot read 'none': FileNotFoundError"):
+        box.read("none")
+    monkeypatch.setattr("hybridflow.kit.sandbox.session.OWN", Limits(seconds=1.0))
+    # What a program has put in the place of a file is followed with the program's own rights.
+    box.run(["ln", "-s", "/dev/urandom", "link"])
+    with pytest.raises(SandboxError, match="cannot read 'link'"):
+        box.read("link")
+    box.run(["ln", "-s", "/usr/new", "out"])
+    with pytest.raises(SandboxError, match="Read-only file system"):
+        box.write("out", "x")
+
+
+def test_a_sandbox_that_is_closed_ends_the_command_that_runs_in_it():
+    box = Sandbox()
+    found = []
+
+    def waits():
+        try:
+            box.run(["sleep", "600"], seconds=600.0)
+        except SandboxError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    time.sleep(0.3)
+    box.close()
+    thread.join(10)
+    assert found == ["the sandbox was closed, or killed, in a command"]
+    assert box._jail.process.poll() is not None
+    box.close()
+    with pytest.raises(SandboxError, match="the sandbox is closed"):
+        box.run(["true"])
+
+
+def test_a_sandbox_whose_process_was_killed_says_so(box):
+    os.kill(box._jail.process.pid, signal.SIGKILL)
+    box._jail.process.wait()
+    with pytest.raises(SandboxError, match="was closed, or killed"):
+        box.run(["true"])
+    assert run("print(1)").output == "1\n"
+
+
+def test_the_one_door_leads_to_who_serves_it(monkeypatch):
+    """And nothing else of this machine is reached, which listens at another port."""
+    ended = []
+
+    def serve(door):
+        def answers():
+            while True:
+                try:
+                    connection, _ = door.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(connection.recv(9) + b"side")
+
+        threading.Thread(target=answers, daemon=True).start()
+
+        def end():
+            ended.append(1)
+            door.shutdown(socket.SHUT_RDWR)
+
+        return end
+
+    assert DOOR_URL == "http://127.0.0.1:8000" and DOOR == ("127.0.0.1", 8000)
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        program = CONNECT.format(*elsewhere.getsockname())
+        with Sandbox(serve=serve, limits=AMPLE) as box, Sandbox(limits=AMPLE) as without:
+            for _ in range(2):
+                words = box.python(program).output.split()
+                assert words[0] == "b'inside'" and len(words) == 4, words
+                assert set(words[1:]) <= {"ConnectionRefusedError", "OSError"}
+            assert box.run(["python3", "-c", program]).output.split()[0] == "b'inside'"
+            assert without.python(program).output.split() == ["OSError"] * 4
+            taken = box.python("import socket\nsocket.create_server(('127.0.0.1', 8000))")
+            assert "Address already in use" in taken.errors
+            kinds = """
+                import socket
+                for family, kind, protocol in (
+                    (socket.AF_INET, socket.SOCK_STREAM, 0),
+                    (socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 6),
+                    (socket.AF_INET, socket.SOCK_STREAM, 262),
+                    (socket.AF_INET, socket.SOCK_DGRAM, 0),
+                    (socket.AF_INET, socket.SOCK_RAW, 1),
+                    (socket.AF_INET6, socket.SOCK_STREAM, 0),
+                    (socket.AF_NETLINK, socket.SOCK_RAW, 0),
+                    (socket.AF_VSOCK, socket.SOCK_STREAM, 0),
+                ):
+                    try:
+                        socket.socket(family, kind, protocol)
+                        print("made", end=" ")
+                    except OSError:
+                        print("no", end=" ")
+                """
+            made = box.python(textwrap.dedent(kinds))
+            assert made.output.split() == ["made"] * 2 + ["no"] * 6, made
+    assert ended == [1]
