@@ -2,9 +2,10 @@
 
 process.py starts this script as `python -I -S jail.py`, with a socket as standard input, and keeps
 it: a fork takes a fraction of the time of a new interpreter. It imports the standard library alone,
-and never reads a program itself. Each of these is forked from the one before:
+and a program is read in its own process. Each of these is forked from the one before:
 
-    serve       takes a message for each program: its settings, and its three standard files
+    begin       takes a socket for each process that is to serve
+    serve       takes a message for each program: its files
     keep        unshares namespaces and makes a root, which stay for the programs that follow
     supervise   is process 1 of a program's processes: when it dies, all of them do
     program     has limits, no privileges, and no files but the three standard ones
@@ -73,6 +74,8 @@ SOCKET_TYPES = 0xF
 """Of the second argument of socket(2), which has flags too."""
 DOOR = ("127.0.0.1", 8000)
 """Where a program finds its door, in its own network."""
+FILES = 5
+"""Of each message for a program."""
 SIOCSIFFLAGS = 0x8914
 """Of ioctl(2): set the flags of a network interface."""
 IFF_UP = 1
@@ -369,34 +372,61 @@ def raise_loopback():
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
 
 
-def serve():
-    """Run one program after another, until process.py closes the socket.
+def begin():
+    """Start a process that serves for each socket that comes, until process.py closes its own.
 
-    Each message for a program has four files: settings (JSON), and its standard input, output and
-    error; its text is how much memory its processes may hold together, in bytes. The answer is the
-    exit status, one byte, and with the first one comes the door, if there is one: a socket that
-    listens in the program's network. A message "kill" ends the program that runs; "end" ends what
-    programs leave for the next: namespaces, files, door.
+    The answers are their numbers, or -1 where there can be no more processes.
     """
     channel = socket.socket(fileno=0)
     try:
         permitted = make_filters()
     except OSError as error:
         permitted = error
-    own = resident(os.getpid())
     gc.freeze()  # a collection in a child would copy the pages that they share
-    kept = None
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
-        message, files, _, _ = socket.recv_fds(channel, 32, 4)
+        message, files, _, _ = socket.recv_fds(channel, 16, 1)
         if not message:
             return
+        try:
+            started = os.fork()
+        except OSError:
+            started = -1
+        if started == 0:
+            call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(files[0], 0)
+            os.close(files[0])
+            os._exit(serve(permitted))
+        os.close(files[0])
+        channel.send(b"%d" % started)
+
+
+def serve(permitted):
+    """Run one program after another, until process.py closes the socket, which is file 0; return 0.
+
+    permitted: what make_filters() returns, or its error.
+
+    Each message for a program has FILES: the settings of the place in which it runs, its own (both
+    JSON), and its standard input, output and error. Its text is how much memory its processes may
+    hold together, in bytes. The answer is the exit status, one byte, and with the first one comes
+    the door, if there is one: a socket that listens in the program's network. A message "kill" ends
+    the program that runs; "end" ends its place: namespaces, files, door.
+    """
+    channel = socket.socket(fileno=0)
+    own = resident(os.getpid())
+    kept = None
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, 32, FILES)
+        if not message:
+            return 0
         if message == b"end" and kept:
             keeper, programs = kept
             os.kill(keeper, signal.SIGKILL)
             os.waitpid(keeper, 0)
             programs.close()
             kept = None
-        if len(files) != 4:  # it may be "kill", for a program that has ended meanwhile
+        if len(files) != FILES:  # it may be "kill", for a program that has ended meanwhile
             continue
 
         if kept is None:
@@ -413,7 +443,7 @@ def serve():
         for descriptor in files:
             os.close(descriptor)
         if not watch(keeper, programs, channel, own, int(message)):
-            return
+            return 0
 
 
 def watch(keeper, programs, channel, own, most):
@@ -433,14 +463,24 @@ def watch(keeper, programs, channel, own, most):
                 os.close(descriptor)
             return bool(status)
         if ready:
-            if not channel.recv(16):
+            if channel.recv(16) != b"kill":
                 return False
             killed = True
         elif sum(max(resident(process) - own, 0) for process in below(keeper)) > most:
             killed = True
         if killed:  # as often as it takes: it may not have begun
             for child in children(keeper):
-                os.kill(int(child), signal.SIGKILL)
+                kill(child, keeper)
+
+
+def kill(child, parent):
+    """Kill a child of a process, if it has not ended and been waited for."""
+    with contextlib.suppress(ProcessLookupError):
+        held = os.pidfd_open(int(child))
+        # Its number could be another process's by now.
+        if child in children(parent):
+            signal.pidfd_send_signal(held, signal.SIGKILL)
+        os.close(held)
 
 
 def children(process):
@@ -467,45 +507,55 @@ def resident(process):
 
 
 def keep(programs, permitted):
-    """Run programs in namespaces of their own, one after the other; return the exit status.
+    """Make a place, and run programs in it, one after the other; return the exit status.
 
-    permitted: what make_filters() returns, or its error.
+    Where the place cannot be made, this process ends, as nothing may run elsewhere.
     """
     call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # where the socket was
-    privileged = None
+    place = None
     while True:
-        message, files, _, _ = socket.recv_fds(programs, 16, 4)
+        message, files, _, _ = socket.recv_fds(programs, 16, FILES)
         if not message:
             return 0
-        settings_file, *streams = files
         doors = []
         try:
-            with open(settings_file, "rb") as file:
-                file.seek(0)
-                settings = json.load(file)
-            if privileged is None:
+            if place is None:
                 if isinstance(permitted, OSError):
                     raise permitted
-                privileged = isolate(settings)
-                make_root(settings)
-                if settings["door"]:
+                made = read(files[0])
+                privileged = isolate(made)
+                make_root(made)
+                if made["door"]:
                     doors.append(socket.create_server(DOOR, backlog=64).detach())
-            status = supervised(settings, privileged, permitted, streams)
+                place = made
+            status = supervised(place, privileged, permitted, files[1], files[2:])
         except BaseException as error:
-            status = refuse(error, streams[-1])
+            status = refuse(error, files[-1])
         socket.send_fds(programs, [bytes([status])], doors)
-        for descriptor in (*streams, *doors):
+        for descriptor in (*files, *doors):
             os.close(descriptor)
+        if place is None:
+            return 125
 
 
-def supervised(settings, privileged, permitted, streams):
+def read(file):
+    """Return what a file has as JSON."""
+    with open(os.dup(file), "rb") as opened:
+        opened.seek(0)
+        return json.load(opened)
+
+
+def supervised(place, privileged, permitted, program, streams):
     """Run a program whose processes end with it; return its exit status. Raises OSError."""
     reader, writer = os.pipe()
     supervisor = fork_as_first()
     if supervisor == 0:
-        os.close(reader)
-        os._exit(supervise(settings, privileged, permitted, streams, writer))
+        try:
+            os.close(reader)
+            os._exit(supervise(place, privileged, permitted, program, streams, writer))
+        finally:
+            os._exit(125)  # whatever was raised: a copy of this process must not go on as it
 
     # The pipe brings the problem that kept the program from running, or nothing.
     os.close(writer)
@@ -532,12 +582,15 @@ def fork_as_first():
     return forked
 
 
-def supervise(settings, privileged, permitted, streams, writer):
+def supervise(place, privileged, permitted, program, streams, writer):
     """Run the program as a child; return its exit status.
 
-    A problem before the program runs is written to the pipe `writer`, by either process.
+    program: the file of its settings. A problem before it runs is written to the pipe `writer`, by
+    either process.
     """
     try:
+        # A signal for which it has a handler reaches even process 1.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         # Die with the parent.
         call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         # Where the parent was killed before that, nobody reads the pipe: poll reports an error.
@@ -547,15 +600,17 @@ def supervise(settings, privileged, permitted, streams, writer):
             return 125
 
         # Process 1 waits for all children, those whose parents have died included.
-        program = os.fork()
-        if program:
+        child = os.fork()
+        if child:
             os.close(writer)
             while True:
                 ended, status = os.wait()
-                if ended == program:
+                if ended == child:
                     return exit_status(status)
 
         # The child. Closing the pipe says that the program begins.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        settings = {**place, **read(program)}
         os.chdir("/tmp")
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
@@ -664,4 +719,4 @@ def refuse(error, errors):
 
 
 if __name__ == "__main__":
-    serve()
+    begin()

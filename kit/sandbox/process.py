@@ -14,6 +14,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,15 +85,7 @@ class Jail:
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = subprocess.Popen(
-                [_python(), "-I", "-S", str(JAIL)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+            self.pid = _started(theirs)
         self._place: dict[str, Any] = {}
         """Settings of jail.py that the programs of a place have in common."""
 
@@ -113,8 +106,9 @@ class Jail:
     def stop(self) -> None:
         """End the process, and the program that another thread has it run; close() follows."""
         with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
-        self.process.wait()
+            self.channel.shutdown(socket.SHUT_WR)
+            while self.channel.recv(16):
+                pass
 
     def close(self) -> None:
         """End the process; safe to call twice."""
@@ -129,62 +123,136 @@ class Jail:
         program: settings of jail.py. Raises SandboxError where this machine cannot isolate it,
         and OSError where the jail has ended.
         """
-        settings = {
-            **self._place,
-            **program,
-            "cpu_s": math.ceil(limits.seconds),
-            "memory_bytes": limits.memory_mb * 10**6,
-            "disk_bytes": limits.disk_mb * 10**6,
-            "processes": limits.processes,
-        }
+        place = json.dumps({**self._place, "disk_bytes": limits.disk_mb * 10**6})
+        settings = json.dumps(
+            {
+                **program,
+                "cpu_s": math.ceil(limits.seconds),
+                "memory_bytes": limits.memory_mb * 10**6,
+                "processes": limits.processes,
+            }
+        )
         deadline = time.monotonic() + limits.seconds
-        output, their_output = os.pipe()
-        errors, their_errors = os.pipe()
-        with open(output, "rb", buffering=0) as out, open(errors, "rb", buffering=0) as err:
-            sent = [_file(json.dumps(settings)), _file(given), their_output, their_errors]
-            try:
+        with contextlib.ExitStack() as ours:
+            with contextlib.ExitStack() as theirs:
+                sent = [_file(text, theirs) for text in (place, settings, given)]
+                out, err = (_pipe(ours, theirs, sent) for _ in range(2))
                 socket.send_fds(self.channel, [b"%d" % (limits.memory_mb * 10**6)], sent)
-            finally:
-                for descriptor in sent:
-                    os.close(descriptor)
 
-            reason, texts = _read(out.fileno(), err.fileno(), deadline, limits)
+            reason, texts = _read(out, err, deadline, limits)
             # A program may close its streams and continue to run.
-            if reason == "ended" and not self._ended(max(deadline - time.monotonic(), 0.1)):
+            if reason == "ended" and not self._answers(max(deadline - time.monotonic(), 0.1)):
                 reason = "time"
             if reason != "ended":
                 self.channel.send(b"kill")
             status, doors, _, _ = socket.recv_fds(self.channel, 16, 1)
+        door = None
+        if doors:
+            door = socket.socket(fileno=doors[0])
+            door.set_inheritable(False)
+        # A program may exit with this status too, but jail.py changes it then.
+        refused = status[:1] == bytes([REFUSED]) and texts[1].startswith("cannot isolate")
+        if door is not None and (refused or not status):
+            door.close()
         if not status:
             raise OSError("the sandbox's own process was ended")
-        # A program may exit with this status too, but jail.py changes it then.
-        if status[0] == REFUSED and texts[1].startswith("cannot isolate"):
+        if refused:
             why = texts[1].strip()
             raise SandboxError(
                 f"this machine does not let a program run apart from it ({why}); {NEEDED}"
             )
-        door = socket.socket(fileno=doors[0]) if doors else None
         return ProgramOutcome(reason, status[0], *texts), door
 
-    def _ended(self, wait_s: float) -> bool:
-        """Return whether the program ends within `wait_s` seconds."""
+    @property
+    def lives(self) -> bool:
+        """Whether it waits for its next program."""
+        return not self._answers(0.0)
+
+    def _answers(self, wait_s: float) -> bool:
+        """Return whether it says something, or ends, within `wait_s` seconds."""
         # Not select, which refuses descriptors above 1,023.
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         return bool(poll.poll(wait_s * 1000))
 
 
+class _Starter:
+    """The process of jail.py that starts the others, by a fork for each."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [_python(), "-I", "-S", str(JAIL)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def start(self, theirs: socket.socket) -> int:
+        """Start a process that serves at a socket; return its number.
+
+        Raises ConnectionError where this one has ended, else OSError.
+        """
+        socket.send_fds(self.channel, [b"serve"], [theirs.fileno()])
+        started = self.channel.recv(16)
+        if not started:
+            raise ConnectionError("the process that starts sandboxes has ended")
+        if int(started) < 0:
+            raise OSError("this machine lets no more processes start")
+        return int(started)
+
+    def close(self) -> None:
+        """End it, and the processes that it has started."""
+        self.channel.close()
+        self.process.wait()
+
+
+_starter: _Starter | None = None
+_starting = threading.Lock()
 _idle: list[Jail] = []
 """Jails that run nothing now."""
-os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _started(theirs: socket.socket) -> int:
+    """Start a process that serves at a socket; return its number. Raises OSError."""
+    global _starter
+    with _starting:
+        if _starter is None:
+            _starter = _Starter()
+        try:
+            return _starter.start(theirs)
+        except ConnectionError:  # it was killed; the next one has another
+            _starter.close()
+            _starter = None
+            raise
+
+
+def _forget() -> None:
+    """Leave to a parent process what is its own."""
+    global _starter, _starting
+    _starter, _starting = None, threading.Lock()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def take() -> Jail:
-    """Return a jail, an idle one if there is one."""
+    """Return a jail, an idle one if there is one. Raises SandboxError."""
+    with contextlib.suppress(IndexError):
+        while True:
+            jail = _idle.pop()
+            if jail.lives:
+                return jail
+            jail.close()
     try:
-        return _idle.pop()
-    except IndexError:
         return Jail()
+    except OSError as error:
+        raise SandboxError(f"no sandbox can be started: {error}") from error
 
 
 def give_back(jail: Jail) -> None:
@@ -201,37 +269,50 @@ def give_back(jail: Jail) -> None:
 
 @contextlib.contextmanager
 def lent() -> Iterator[Jail]:
-    """Lend a jail for a program alone. It is closed when its use fails."""
+    """Lend a jail for a program alone. It is closed when its use fails. Raises SandboxError."""
     jail = take()
     try:
         yield jail
-    except BaseException:
+    except BaseException as error:
         jail.close()
+        if isinstance(error, OSError):
+            raise SandboxError(f"a sandbox has ended: {error}") from error
         raise
     give_back(jail)
 
 
 @atexit.register
 def close_idle() -> None:
-    """End all jails that run nothing."""
+    """End all jails that run nothing, and with the process that has started them the others."""
+    global _starter
     while _idle:
         _idle.pop().close()
+    with _starting:
+        if _starter is not None:
+            _starter.close()
+            _starter = None
 
 
-def _file(content: str | bytes) -> int:
+def _file(content: str | bytes, closed_by: contextlib.ExitStack) -> int:
     """Return a file in memory, which nobody can write to any more."""
     descriptor = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        left = content.encode(errors="replace") if isinstance(content, str) else content
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    closed_by.callback(os.close, descriptor)
+    left = memoryview(content.encode(errors="replace") if isinstance(content, str) else content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, sent: list[int]) -> int:
+    """Make a pipe, and put its end for writing to what is sent; return that for reading."""
+    reader, writer = os.pipe()
+    ours.callback(os.close, reader)
+    theirs.callback(os.close, writer)
+    sent.append(writer)
+    return reader
 
 
 def _python() -> str:
@@ -250,7 +331,7 @@ def _read(out: int, err: int, deadline: float, limits: Limits) -> tuple[str, lis
 
     deadline: by time.monotonic. Returns the reason, as ProgramOutcome has it, and both texts.
     """
-    contents: dict[int, bytes] = {out: b"", err: b""}
+    contents = {out: bytearray(), err: bytearray()}
     with selectors.DefaultSelector() as selector:
         for stream in contents:
             os.set_blocking(stream, False)
@@ -272,5 +353,5 @@ def _read(out: int, err: int, deadline: float, limits: Limits) -> tuple[str, lis
             if max(map(len, contents.values())) > limits.output_bytes:
                 reason = "output"
                 break
-    kept = [value[: limits.output_bytes] for value in contents.values()]
+    kept = [bytes(value[: limits.output_bytes]) for value in contents.values()]
     return reason, [value.decode(errors="replace") for value in kept]

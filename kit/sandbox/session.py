@@ -29,9 +29,13 @@ TAKEN = (*(f"/{name}" for name in SYSTEM), "/dev", "/old", HOME, os.path.realpat
 OWN = Limits(seconds=10.0, output_bytes=2**28)
 """Limits of the programs that write and read files here; the sandbox's of its disk holds too."""
 WRITE = """
-import os, sys
+import os, shutil, sys
 os.makedirs(os.path.dirname({0!r}), exist_ok=True)
-with open({0!r}, "wb") as file:
+if os.path.isdir({0!r}) and not os.path.islink({0!r}):
+    shutil.rmtree({0!r})
+elif os.path.lexists({0!r}):
+    os.unlink({0!r})
+with open({0!r}, "xb") as file:
     file.write(sys.stdin.buffer.read())
 """
 READ = """
@@ -60,8 +64,8 @@ class Sandbox:
         folders: folders of this machine, by the paths at which programs may read them.
         limits: of each command, and `disk_mb` of all files. variables: environment variables.
         serve: takes the sandbox's one door, a socket that listens at DOOR_URL inside, and returns
-        what ends that. Raises SandboxError where a folder cannot be shown, or this machine cannot
-        isolate programs.
+        what ends that. Raises SandboxError where a folder cannot be shown. Where this machine
+        cannot isolate programs, so do all methods, and with a door this one, and then for good.
         """
         shown = _shown(folders or {})
         self.limits = limits
@@ -75,12 +79,15 @@ class Sandbox:
         self._end_door: Callable[[], object] | None = None
         try:
             self._jail.begin(shown, door=serve is not None)
-            _, door = self._jail.run(python("pass"), "", attrs.evolve(OWN, disk_mb=limits.disk_mb))
-            if serve is not None:
+            if serve is not None:  # the first program makes the place, and its door
+                made = attrs.evolve(OWN, disk_mb=limits.disk_mb)
+                _, door = self._jail.run(python("pass"), "", made)
                 assert door is not None
                 self._end_door = serve(door)
-        except BaseException:
+        except BaseException as error:
             self._jail.close()
+            if isinstance(error, OSError):
+                raise SandboxError(f"a sandbox has ended: {error}") from error
             raise
 
     def __enter__(self) -> Sandbox:
@@ -122,7 +129,9 @@ class Sandbox:
             )
         program = {
             "command": [str(word) for word in command],
-            "variables": {**self.variables, **(variables or {})},
+            "variables": {
+                name: str(value) for name, value in {**self.variables, **(variables or {})}.items()
+            },
         }
         limits = self.limits if seconds is None else attrs.evolve(self.limits, seconds=seconds)
         return self._run(program, given, limits)
@@ -135,7 +144,10 @@ class Sandbox:
         return self._run(python(program, f"{HOME}/.program.py"), given, limits)
 
     def write(self, path: str, content: str | bytes) -> None:
-        """Write a file; a relative path is one in HOME. Raises SandboxError where it cannot be."""
+        """Write a file, in the place of what is there; a relative path is one in HOME.
+
+        Raises SandboxError where it cannot be written, for what a command has left, for one.
+        """
         self._own(WRITE.format(posixpath.join(HOME, path)), f"write {path!r}", content)
 
     def read(self, path: str) -> bytes:
@@ -161,8 +173,14 @@ class Sandbox:
                 self._running = True
             try:
                 return self._jail.run(program, given, limits)[0]
-            except OSError as error:
-                raise SandboxError("the sandbox was closed, or killed, in a command") from error
+            except SandboxError:
+                raise
+            except BaseException as error:
+                self._jail.stop()  # the command may still run
+                if isinstance(error, OSError):
+                    said = "the sandbox was closed, or killed, in a command"
+                    raise SandboxError(said) from error
+                raise
             finally:
                 with self._state:
                     self._running = False

@@ -10,7 +10,7 @@ from hybridflow.settle.launch import load_config
 
 
 @pytest.mark.parametrize(
-    "name", ["arithmetic", "calculator_tool", "maze", "frozen_lake", "spelling", "debate"]
+    "name", ["arithmetic", "calculator_tool", "maze", "frozen_lake", "spelling", "debate", "coding"]
 )
 def test_its_settings_and_the_first_rows_of_its_data_fit(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))

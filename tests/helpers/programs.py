@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
+import time
 
 import pytest
 
@@ -19,3 +21,13 @@ def run(program: str, given: str | None = None, limits: Limits = AMPLE) -> Progr
         return run_program(textwrap.dedent(program), given, limits)
     except SandboxError as error:
         pytest.skip(str(error))
+
+
+def ends(process: int, seconds: float = 10.0) -> bool:
+    """Whether a process ends in time that is no child of this one, and so is not waited for."""
+    deadline = time.monotonic() + seconds
+    while os.path.exists(f"/proc/{process}"):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from helpers.episodes import END, STOP_ID, request
-from helpers.programs import run as isolates
+from helpers.programs import ends, run as isolates
 from helpers.sources import char
 from helpers.steps import Watched
 from helpers.templates import family
@@ -527,7 +527,7 @@ def test_a_sandbox_ends_with_its_episode_and_what_runs_in_it_too(speaker):
         time.sleep(0.05)
     said, box = heard["ended"]
     assert said == "the sandbox was closed, or killed, in a command"
-    assert box._jail.process.poll() is not None
+    assert ends(box._jail.pid)
 
 
 def test_an_async_agent_may_leave_its_sandbox_to_the_end(speaker):

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.programs import run
+from helpers.programs import ends, run
 
 from hybridflow.kit.sandbox import jail, process
 from hybridflow.kit.sandbox.process import Limits
@@ -38,19 +38,22 @@ def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it():
 def test_a_supervisor_whose_parent_was_killed_before_it_could_be_told_runs_nothing():
     """It has asked for the signal after that, which then never comes; the program would run on without any limit."""
 
-    class Settings(dict):
-        def __missing__(self, key):
+    class Place:
+        def keys(self):
             os._exit(7)  # it has begun
 
+    program = os.memfd_create("program")
+    os.write(program, b"{}")
     for gone, status in ((False, 7), (True, 125)):
         reader, writer = os.pipe()
         if gone:
             os.close(reader)
         child = os.fork()
         if child == 0:
-            os._exit(jail.supervise(Settings(), False, None, (0, 1, 2), writer))
+            os._exit(jail.supervise(Place(), False, None, program, (0, 1, 2), writer))
         assert jail.exit_status(os.waitpid(child, 0)[1]) == status
         os.close(writer)
+    os.close(program)
 
 
 def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
@@ -62,19 +65,25 @@ def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path)
         "uid": 54321,
     }
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = subprocess.Popen([sys.executable, "-I", "-S", jail.__file__], stdin=theirs, env={})
-    theirs.close()
-    files = [tmp_path / name for name in ("settings", "input", "output", "errors")]
+    with theirs:
+        started, below = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server = subprocess.Popen([sys.executable, "-I", "-S", jail.__file__], stdin=below, env={})
+        below.close()
+        socket.send_fds(started, [b"serve"], [theirs.fileno()])
+    serving = int(started.recv(16))
+    files = [tmp_path / name for name in ("place", "program", "input", "output", "errors")]
     files[0].write_text(json.dumps(settings))
     opened = [os.open(file, os.O_RDWR | os.O_CREAT) for file in files]
     socket.send_fds(ours, [b"1000000000"], opened)
     assert ours.recv(16) == bytes([125])
     ours.close()
+    assert ends(serving)
+    started.close()
     assert server.wait(10) == 0
     for descriptor in opened:
         os.close(descriptor)
-    assert files[3].read_text().startswith("cannot isolate: ")
-    assert files[2].read_text() == ""
+    assert files[4].read_text().startswith("cannot isolate: ")
+    assert files[3].read_text() == ""
 
 
 def test_files_are_gone_with_the_program():
@@ -173,21 +182,28 @@ def test_programs_of_one_jail_do_not_see_what_others_changed():
     assert first.good and second.output == "[1] None True\n", second
 
 
-def test_a_jail_that_was_ended_is_an_error_and_the_next_program_has_a_new_one():
+def test_an_ended_process_is_not_killed_again_and_a_strangers_is_never():
+    child = subprocess.Popen(["sleep", "600"])
+    jail.kill(str(child.pid), 1)  # whose child it is not
+    assert child.poll() is None
+    jail.kill(str(child.pid), os.getpid())
+    assert child.wait(10) == -signal.SIGKILL
+    jail.kill(str(child.pid), os.getpid())
+
+
+def test_a_jail_that_was_ended_is_not_used_again():
     assert run("pass").good
     [*_, jailed] = process._idle
-    os.kill(jailed.process.pid, signal.SIGKILL)
-    jailed.process.wait()
-    with pytest.raises(OSError):
-        run("pass")
-    assert jailed not in process._idle and run("pass").good
+    os.kill(jailed.pid, signal.SIGKILL)
+    assert ends(jailed.pid)
+    assert run("pass").good and jailed not in process._idle
 
 
 def test_jails_end_with_the_process_that_uses_them():
     program = """
         from hybridflow.kit.sandbox import process, programs
         programs.run_program("pass")
-        print(process._idle[0].process.pid, flush=True)
+        print(process._idle[0].pid, flush=True)
         import os
         os.kill(os.getpid(), 9)
         """
@@ -195,10 +211,7 @@ def test_jails_end_with_the_process_that_uses_them():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
     )
     pid = int(done.stdout)
-    ends = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}")
+    assert ends(pid)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import signal
 import socket
 import textwrap
@@ -10,15 +12,17 @@ import threading
 import time
 from pathlib import Path
 
+import attrs
 import pytest
-from helpers.programs import AMPLE, run
+from helpers.programs import AMPLE, ends, run
 
+from hybridflow.kit.sandbox import jail, process
 from hybridflow.kit.sandbox.process import Limits, SandboxError
-from hybridflow.kit.sandbox.session import DOOR, DOOR_URL, TAKEN, Sandbox
+from hybridflow.kit.sandbox.session import DOOR, DOOR_URL, OWN, TAKEN, Sandbox
 
 CONNECT = """
 import socket
-for address in (("127.0.0.1", 8000), ("127.0.0.1", 8001), ("192.0.2.1", 8000), ("{0}", {1})):
+for address in (("127.0.0.1", 8000), ("127.0.0.1", 8001), ("127.0.0.2", 8000), ("{0}", {1})):
     try:
         with socket.create_connection(address, 5) as connection:
             connection.sendall(b"in")
@@ -53,14 +57,86 @@ def test_files_stay_between_commands_and_end_with_the_sandbox(box):
         assert other.run(["id", "-u"]).output != box.run(["id", "-u"]).output
 
 
+def test_a_sandbox_that_cannot_be_made_runs_nothing_ever(tmp_path):
+    """A command after the one that was refused would have the root of this machine."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    box = Sandbox({"/agent": gone})
+    gone.rmdir()
+    with pytest.raises(SandboxError, match="does not let a program run apart from it"):
+        box.write("a", "x")
+    for _ in range(2):
+        with pytest.raises(SandboxError, match="was closed, or killed"):
+            box.python("import os\nprint(os.listdir('/'))")
+    box.close()
+
+
+def test_a_door_whose_sandbox_is_refused_is_closed(monkeypatch):
+    wrong = attrs.evolve(OWN, processes=10**30)  # which is no limit that the kernel takes
+    monkeypatch.setattr("hybridflow.kit.sandbox.session.OWN", wrong)
+    held = []
+    for _ in range(4):
+        with pytest.raises(SandboxError, match="cannot isolate"):
+            Sandbox(serve=lambda door: door.close)
+        held.append(len(os.listdir("/proc/self/fd")))
+    assert held[1:] == held[1:2] * 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_command_that_was_interrupted_leaves_nothing_to_the_next(error, monkeypatch):
+    with pytest.raises(error), Sandbox() as box:
+        box.write("secret", "of the first")
+        with monkeypatch.context() as patched:
+
+            def interrupted(*_):
+                raise error
+
+            patched.setattr(process, "_read", interrupted)
+            box.run(["sleep", "600"], seconds=600.0)
+    assert ends(box._jail.pid)
+    for _ in range(3):
+        found = run("import os\nprint(os.listdir('.'))")
+        assert (found.status, found.output) == (0, "['main.py']\n")
+
+
+def test_text_of_python_finds_nothing_of_the_commands_before_it(box):
+    """It looks at all of its memory near its objects; a call of the kernel tells which pages there are."""
+    first, second = secrets.token_hex(8), secrets.token_hex(8)
+    tests = f"{first}{second}" * 200
+    box.python(f"tests = '{tests}'")
+    box.run(["true"], tests, variables={"TESTS": tests})
+    looks = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+        halves = "{0}".encode(), "{1}".encode()
+        os.close(1)
+        page, file = 4096, os.open("page", os.O_RDWR | os.O_CREAT)
+        def found(around):
+            count = 0
+            for number in range(-8192, 8192):
+                address = (around // page + number) * page
+                if address <= 0 or libc.pwrite(file, address, page, 0) != page:
+                    continue
+                text = os.pread(file, page, 0)
+                at = text.find(halves[0])
+                while at >= 0:
+                    count += text[at + 16 : at + 32] == halves[1]
+                    at = text.find(halves[0], at + 1)
+            return count
+        libc.sbrk.restype = ctypes.c_void_p
+        os.write(2, b"%d" % (found(id(halves)) + found(libc.sbrk(0))))
+        """
+    made = box.python(textwrap.dedent(looks).format(first, second))
+    assert made.errors == "0", made
+    # It does find what is there.
+    there = textwrap.dedent(looks).replace("os.close(1)", "kept = (halves[0] + halves[1]) * 3")
+    assert int(box.python(there.format(first, second)).errors) >= 3
+
+
 def test_processes_end_with_the_command_that_started_them(box):
-    box.run(
-        [
-            "sh",
-            "-c",
-            "(trap '' TERM HUP; while :; do date +%N > beat; sleep 0.02; done) & sleep 0.3",
-        ]
-    )
+    beats = "(trap '' TERM HUP; while :; do date +%N > beat; sleep 0.02; done) & "
+    assert box.run(["sh", "-c", beats + "until [ -s beat ]; do sleep 0.02; done"]).good
     before = box.read("beat")
     time.sleep(0.3)
     assert box.read("beat") == before
@@ -75,6 +151,7 @@ def test_a_command_has_its_arguments_input_and_variables_and_no_shell(box):
     names = box.run(["env"], variables={"MINE": "1"}).output.splitlines()
     assert "MINE=1" in names and "HOME=/tmp" in names
     assert {name.partition("=")[0] for name in names} == {"PATH", "HOME", "MINE"}
+    assert box.run(["sh", "-c", "echo $MINE"], variables={"MINE": 3}).output == "3\n"
     with Sandbox(variables={"MINE": "2"}) as other:
         shown = 'echo "$MINE"; pwd; echo $0 >&2; exit 3'
         made = other.run(["sh", "-c", shown, "name"])
@@ -147,6 +224,7 @@ def test_what_is_no_folder_is_refused(tmp_path):
 
 def test_limits_are_those_of_a_command_and_the_disk_that_of_all():
     with Sandbox(limits=Limits(seconds=20.0, disk_mb=4, memory_mb=100)) as box:
+        assert box.run(["true"]).good
         started = time.monotonic()
         made = box.run(["sh", "-c", "echo begun; sleep 60"], seconds=0.5)
         assert (made.reason, made.output) == ("time", "begun\n")
@@ -176,9 +254,27 @@ def test_a_file_that_is_not_there_or_never_ends_is_an_error(box, monkeypatch):
     box.run(["ln", "-s", "/dev/urandom", "link"])
     with pytest.raises(SandboxError, match="cannot read 'link'"):
         box.read("link")
-    box.run(["ln", "-s", "/usr/new", "out"])
     with pytest.raises(SandboxError, match="Read-only file system"):
-        box.write("out", "x")
+        box.write("/usr/new", "x")
+
+
+def test_what_is_written_takes_the_place_of_what_a_command_has_left(box):
+    left = "mkdir -p a.py/b; echo old > c.py; chmod 400 c.py; ln -s /usr/new d.py; ln -s . e.py"
+    assert box.run(["sh", "-c", left]).good
+    for name in ("a.py", "c.py", "d.py", "e.py"):
+        box.write(name, name)
+        assert box.read(name) == name.encode()
+    assert sorted(box.run(["ls", "-A"]).output.split()) == ["a.py", "c.py", "d.py", "e.py"]
+    box.run(["sh", "-c", "rm -r *; touch tests; head -c 70000000 /dev/zero > zeros"])
+    with pytest.raises(SandboxError, match=r"cannot write 'tests/a.py': FileExistsError"):
+        box.write("tests/a.py", "")
+
+
+def test_a_large_file_is_read():
+    with Sandbox(limits=Limits(seconds=20.0, disk_mb=60)) as box:
+        box.run(["sh", "-c", "head -c 50000000 /dev/urandom > large"])
+        made = box.run(["sha256sum", "large"]).output.split()[0]
+        assert hashlib.sha256(box.read("large")).hexdigest() == made
 
 
 def test_a_sandbox_that_is_closed_ends_the_command_that_runs_in_it():
@@ -197,15 +293,15 @@ def test_a_sandbox_that_is_closed_ends_the_command_that_runs_in_it():
     box.close()
     thread.join(10)
     assert found == ["the sandbox was closed, or killed, in a command"]
-    assert box._jail.process.poll() is not None
+    assert ends(box._jail.pid)
     box.close()
     with pytest.raises(SandboxError, match="the sandbox is closed"):
         box.run(["true"])
 
 
 def test_a_sandbox_whose_process_was_killed_says_so(box):
-    os.kill(box._jail.process.pid, signal.SIGKILL)
-    box._jail.process.wait()
+    os.kill(box._jail.pid, signal.SIGKILL)
+    assert ends(box._jail.pid)
     with pytest.raises(SandboxError, match="was closed, or killed"):
         box.run(["true"])
     assert run("print(1)").output == "1\n"
@@ -216,6 +312,8 @@ def test_the_one_door_leads_to_who_serves_it(monkeypatch):
     ended = []
 
     def serve(door):
+        assert not os.get_inheritable(door.fileno())
+
         def answers():
             while True:
                 try:
@@ -240,7 +338,11 @@ def test_the_one_door_leads_to_who_serves_it(monkeypatch):
             for _ in range(2):
                 words = box.python(program).output.split()
                 assert words[0] == "b'inside'" and len(words) == 4, words
-                assert set(words[1:]) <= {"ConnectionRefusedError", "OSError"}
+                assert set(words[1:]) == {"ConnectionRefusedError"}
+            # There is no route but that to itself, by the loopback.
+            [keeper] = jail.children(box._jail.pid)
+            assert len(Path(f"/proc/{keeper}/net/route").read_text().splitlines()) == 1
+            assert " lo:" in Path(f"/proc/{keeper}/net/dev").read_text()
             assert box.run(["python3", "-c", program]).output.split()[0] == "b'inside'"
             assert without.python(program).output.split() == ["OSError"] * 4
             taken = box.python("import socket\nsocket.create_server(('127.0.0.1', 8000))")
