@@ -11,7 +11,7 @@
 # make screenshots  pictures of the demo's report, for the docs
 # make matrix  all tests, the engines' with every backend, engine and end of a run: test and test-engines run a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
-# make curves  what each algorithm learns, three seeds      make environments  what a small model learns in three environments
+# make curves  what each algorithm learns, three seeds      make environments  what a small model learns in environments and as agents
 # make bench  every benchmark, beside its peers (one: make bench BENCH=bench/like_trl.py)        make clean  remove what these made
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)

@@ -63,8 +63,8 @@ CAPABILITY_VERSION = 0x20080522
 """Of the argument of capset(2)."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CLONE = {"x86_64": 56, "aarch64": 220}
-"""The numbers of system calls, by machine. libc has no function for the one, and calls a function
-of ours in a new process with the other."""
+"""The numbers of system calls, by machine. libc has no function for pivot_root, and its function
+for clone does not return in the child, as fork does."""
 SYSTEM = ("usr", "lib", "lib64", "lib32", "bin")
 """Folders of this machine that a Python interpreter links to; the program sees them read-only."""
 ROOT = "/sys"
@@ -75,7 +75,7 @@ SOCKET_TYPES = 0xF
 DOOR = ("127.0.0.1", 8000)
 """Where a program finds its door, in its own network."""
 FILES = 5
-"""Of each message for a program."""
+"""Number of files of each message for a program."""
 SIOCSIFFLAGS = 0x8914
 """Of ioctl(2): set the flags of a network interface."""
 IFF_UP = 1
@@ -127,7 +127,8 @@ GREATER = 6
 MASKED_EQUAL = 7
 OPTIMIZE = 8
 libc = ctypes.CDLL(None, use_errno=True)
-holding_gil = ctypes.PyDLL(None, use_errno=True)
+libc_with_lock = ctypes.PyDLL(None, use_errno=True)
+"""Keeps the interpreter's lock in a call: the child of a fork by it has that lock too."""
 
 
 def call(name, *arguments):
@@ -575,7 +576,7 @@ def fork_as_first():
     """
     number = ctypes.c_long(CLONE[os.uname().machine])
     flags = ctypes.c_ulong(NEWPID | int(signal.SIGCHLD))
-    forked = holding_gil.syscall(number, flags, *[ctypes.c_ulong(0)] * 4)
+    forked = libc_with_lock.syscall(number, flags, *[ctypes.c_ulong(0)] * 4)
     if forked < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"clone: {os.strerror(error)}")

@@ -84,8 +84,12 @@ class Jail:
 
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.pid = _started(theirs)
+        try:
+            with theirs:
+                self.pid = _started(theirs)
+        except BaseException:
+            self.channel.close()
+            raise
         self._place: dict[str, Any] = {}
         """Settings of jail.py that the programs of a place have in common."""
 

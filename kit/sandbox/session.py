@@ -24,6 +24,7 @@ DOOR_URL = "http://{}:{}".format(*DOOR)
 HOME = "/tmp"
 """The folder in which commands begin, and the one that they may write to."""
 LIMITS = Limits(seconds=60.0, memory_mb=1_000, disk_mb=64, processes=32)
+"""Limits of a sandbox that is given none."""
 TAKEN = (*(f"/{name}" for name in SYSTEM), "/dev", "/old", HOME, os.path.realpath(sys.base_prefix))
 """Folders that a sandbox has already."""
 OWN = Limits(seconds=10.0, output_bytes=2**28)
@@ -133,15 +134,14 @@ class Sandbox:
                 name: str(value) for name, value in {**self.variables, **(variables or {})}.items()
             },
         }
-        limits = self.limits if seconds is None else attrs.evolve(self.limits, seconds=seconds)
-        return self._run(program, given, limits)
+        return self._run(program, given, self._limits(seconds))
 
     def python(
         self, program: str, given: str | bytes = "", seconds: float | None = None
     ) -> ProgramOutcome:
         """Run Python text in HOME, as run(["python3", FILE]) in a fifth of the time."""
-        limits = self.limits if seconds is None else attrs.evolve(self.limits, seconds=seconds)
-        return self._run(python(program, f"{HOME}/.program.py"), given, limits)
+        text = python(program, f"{HOME}/.program.py")
+        return self._run(text, given, self._limits(seconds))
 
     def write(self, path: str, content: str | bytes) -> None:
         """Write a file, in the place of what is there; a relative path is one in HOME.
@@ -155,6 +155,10 @@ class Sandbox:
         return base64.b64decode(
             self._own(READ.format(posixpath.join(HOME, path)), f"read {path!r}")
         )
+
+    def _limits(self, seconds: float | None) -> Limits:
+        """Return the limits of a command, which may have another limit of time."""
+        return self.limits if seconds is None else attrs.evolve(self.limits, seconds=seconds)
 
     def _own(self, program: str, what: str, given: str | bytes = "") -> str:
         outcome = self._run(python(program), given, attrs.evolve(OWN, disk_mb=self.limits.disk_mb))

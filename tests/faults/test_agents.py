@@ -148,6 +148,17 @@ EXPECTED = {
 }  # fmt: skip
 
 
+def canaries_stay(batch, caplog, capfd) -> None:
+    """What one episode has said is in its own tokens, and nowhere else."""
+    canaries = [canary({"name": str(row)}) for row in range(batch.rows)]
+    for own, prompt, ids in zip(canaries, batch["prompt_ids"], batch["response_ids"], strict=True):
+        text = DIGITS.decode([*prompt.tolist(), *ids.tolist()])
+        assert [one for one in canaries if one in text] == [own]
+    said = capfd.readouterr()
+    log = said.out + said.err + "".join(record.getMessage() for record in caplog.records)
+    assert not [one for one in canaries if one in log]
+
+
 @pytest.mark.timeout(300)
 def test_agents_that_misbehave_end_their_own_episodes_alone(caplog, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -177,19 +188,7 @@ def test_agents_that_misbehave_end_their_own_episodes_alone(caplog, capfd, tmp_p
     for row, (url, key) in keys.items():
         status, body = post(url, key, question({"name": row}))
         assert status == 401 and b"ends with it" in body
-
-    # What one episode has said is in its own tokens, and nowhere else.
-    for row, (prompt, ids) in enumerate(
-        zip(batch["prompt_ids"], batch["response_ids"], strict=True)
-    ):
-        text = DIGITS.decode([*prompt.tolist(), *ids.tolist()])
-        assert canary({"name": str(row)}) in text
-        assert not [
-            other for other in range(ROWS) if other != row and canary({"name": str(other)}) in text
-        ]
-    said = capfd.readouterr()
-    log = said.out + said.err + "".join(record.getMessage() for record in caplog.records)
-    assert not [row for row in range(ROWS) if canary({"name": str(row)}) in log]
+    canaries_stay(batch, caplog, capfd)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,6 +271,7 @@ def test_commands_in_a_sandbox_that_misbehave_end_alone(caplog, capfd, tmp_path,
     isolates("pass")
     told.clear()
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.DEBUG)
     options = {"function": f"{__name__}:plays_in_a_sandbox", "chat": "plain", "tools": "none"}
     rows = len(SANDBOXED)
     section = EnvironmentSection("agent", 400, options, free=True, at_once=rows, timeout_s=60.0)
@@ -303,16 +303,5 @@ def test_commands_in_a_sandbox_that_misbehave_end_alone(caplog, capfd, tmp_path,
     ]  # fmt: skip
     # A flood of 1,200 connections took 32 descriptors of this process.
     assert max(most) < descriptors + rows * 12 + CONNECTIONS
-
-    for row, (prompt, ids) in enumerate(
-        zip(batch["prompt_ids"], batch["response_ids"], strict=True)
-    ):
-        text = DIGITS.decode([*prompt.tolist(), *ids.tolist()])
-        assert canary({"name": str(row)}) in text
-        assert not [
-            other for other in range(rows) if other != row and canary({"name": str(other)}) in text
-        ]
-    said = capfd.readouterr()
-    log = said.out + said.err + "".join(record.getMessage() for record in caplog.records)
-    assert not [row for row in range(rows) if canary({"name": str(row)}) in log]
+    canaries_stay(batch, caplog, capfd)
     assert list(tmp_path.iterdir()) == []

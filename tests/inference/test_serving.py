@@ -84,13 +84,18 @@ def test_answers_are_the_engines_after_the_tokens_of_the_conversation(engine, de
     assert desk.answered == 6 and len(desk._conversations) == 3
 
 
-def test_an_answer_that_a_stop_has_ended_is_gone_on_from_where_it_ended(engine, desk):
-    desk, begin = desk
+def stopped(engine) -> tuple[list[int], str, list[int]]:
+    """A first answer, the text of its first token, and the tokens of a next question after that token."""
     encode = engine[1].encode
     one = encode("12+3=").tolist()
     first = greedy(engine, one)
-    stop = engine[1].decode(first[:1])
     kept = [*one, *first[:1], *encode("4=").tolist()]
+    return first, engine[1].decode(first[:1]), kept
+
+
+def test_an_answer_that_a_stop_has_ended_is_gone_on_from_where_it_ended(engine, desk):
+    desk, begin = desk
+    first, stop, kept = stopped(engine)
     expected = greedy(engine, kept)
     begin()
     reply = chat(desk, [said("12+3=")], stop=[stop]).result(20)
@@ -101,13 +106,9 @@ def test_an_answer_that_a_stop_has_ended_is_gone_on_from_where_it_ended(engine, 
 
 def test_a_question_that_was_refused_changes_nothing(engine, desk):
     desk, begin = desk
-    encode = engine[1].encode
-    one = encode("12+3=").tolist()
-    first = greedy(engine, one)
-    stop = engine[1].decode(first[:1])
-    kept = [*one, *first[:1], *encode("4=").tolist()]
+    _, stop, kept = stopped(engine)
     second = greedy(engine, kept)
-    on = [*kept, *second, *encode("5=").tolist()]
+    on = [*kept, *second, *engine[1].encode("5=").tolist()]
     expected = [second, greedy(engine, on), second]
     begin()
     held = [said("12+3="), chat(desk, [said("12+3=")], stop=[stop]).result(20).message]

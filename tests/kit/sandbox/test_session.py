@@ -226,7 +226,7 @@ def test_limits_are_those_of_a_command_and_the_disk_that_of_all():
     with Sandbox(limits=Limits(seconds=20.0, disk_mb=4, memory_mb=100)) as box:
         assert box.run(["true"]).good
         started = time.monotonic()
-        made = box.run(["sh", "-c", "echo begun; sleep 60"], seconds=0.5)
+        made = box.run(["sh", "-c", "echo begun; sleep 60"], seconds=2.0)
         assert (made.reason, made.output) == ("time", "begun\n")
         assert box.python("import time; time.sleep(60)", seconds=0.5).reason == "time"
         assert time.monotonic() - started < 15
@@ -289,7 +289,8 @@ def test_a_sandbox_that_is_closed_ends_the_command_that_runs_in_it():
 
     thread = threading.Thread(target=waits)
     thread.start()
-    time.sleep(0.3)
+    while not box._running:
+        time.sleep(0.01)
     box.close()
     thread.join(10)
     assert found == ["the sandbox was closed, or killed, in a command"]
