@@ -338,6 +338,7 @@ def isolate(settings):
     where the kernel refuses.
     """
     flags = NEWNS | NEWUTS | NEWIPC | NEWNET
+    parent = os.getppid()
     try:
         call("unshare", flags)
         if settings["door"]:
@@ -348,7 +349,7 @@ def isolate(settings):
         # counted. The kernel forgets this process's parent and hides its files with the change.
         if os.geteuid() == 0:
             become(settings["uid"])
-            call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            die_with(parent)
             call("prctl", DUMPABLE, 1, 0, 0, 0)
     user = os.getuid()
     group = os.getgid()
@@ -365,6 +366,13 @@ def isolate(settings):
     if settings["door"]:
         raise_loopback()
     return False
+
+
+def die_with(parent):
+    """Have the kernel end this process with its parent, which may have ended meanwhile."""
+    call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(125)
 
 
 def raise_loopback():
@@ -385,6 +393,7 @@ def begin():
         permitted = error
     gc.freeze()  # a collection in a child would copy the pages that they share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    own = os.getpid()
     while True:
         message, files, _, _ = socket.recv_fds(channel, 16, 1)
         if not message:
@@ -394,7 +403,7 @@ def begin():
         except OSError:
             started = -1
         if started == 0:
-            call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            die_with(own)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(files[0], 0)
             os.close(files[0])
@@ -415,7 +424,8 @@ def serve(permitted):
     the program that runs; "end" ends its place: namespaces, files, door.
     """
     channel = socket.socket(fileno=0)
-    own = resident(os.getpid())
+    number = os.getpid()
+    own = resident(number)
     kept = None
     while True:
         message, files, _, _ = socket.recv_fds(channel, 32, FILES)
@@ -434,6 +444,7 @@ def serve(permitted):
             programs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             keeper = os.fork()
             if keeper == 0:
+                die_with(number)
                 for descriptor in (*files, channel.fileno(), programs.fileno()):
                     os.close(descriptor)
                 os._exit(keep(theirs, permitted))
@@ -512,7 +523,6 @@ def keep(programs, permitted):
 
     Where the place cannot be made, this process ends, as nothing may run elsewhere.
     """
-    call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # where the socket was
     place = None
     while True:
