@@ -12,6 +12,10 @@ COMMANDS = {
         "Begin a run at a checkpoint of another one, with other settings.",
     ),
     "runs": ("runs:RunsCommand", "List runs, compare what differs, delete them."),
+    "stacks": (
+        "stacks:StacksCommand",
+        "Say what each process of a run does now, since when, and print the stacks of its threads.",
+    ),
     "sweep": (
         "sweep:SweepCommand",
         "Run a config with every combination of some settings, and print one table.",

@@ -52,6 +52,7 @@ from hybridflow.core.errors import (
 )
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.processes.page import doing
 from hybridflow.core.running.checkpoint import Ahead, State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
 from hybridflow.core.running.folder import StopRequested, StopSignal, claim, write_mark
@@ -61,6 +62,7 @@ from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
+from hybridflow.core.running.watchdog import Watchdog
 from hybridflow.core.values.files import DONE
 
 
@@ -129,9 +131,11 @@ def train(
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
     checkpoints = checkpoints_of(job)
 
-    with StopSignal() as stop, session:
+    watchdog = Watchdog(job.run, job.folder, session.runtime, report.say, stop := StopSignal())
+    with stop, watchdog, session:
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
+        watchdog.step = lambda: run.step
         ahead = None
         if resume and checkpoints.steps():
             ahead = restore(run, algorithm, report.say)
@@ -167,6 +171,7 @@ def train(
             pages.publish()
             validate_if_due(run, report)
             stop.begin()
+            watchdog.begun = True
             if run.step < job.run.steps and not run.reached:
                 pages.all()
         except MismatchError as error:
@@ -223,7 +228,8 @@ def checkpoint(run: Run, pages: Pages) -> None:
         run.session.save(folder)
         return pages.keep(folder)
 
-    folder = run.checkpoints.write(state, save)
+    with doing(f"the checkpoint of step {run.step}"):
+        folder = run.checkpoints.write(state, save)
     registry().notify("hybridflow_checkpoint", run=run, step=run.step, folder=folder)
 
 

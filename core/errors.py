@@ -87,6 +87,10 @@ class WorkerDied(WorkerError):
     """The process of a worker has ended (killed, out of memory, crashed)."""
 
 
+class HangError(HybridFlowError):
+    """A process of the run has stood still for longer than run.patience_s."""
+
+
 class DamagedPartError(WorkerError, DamagedError):
     """A worker found its part of a checkpoint damaged."""
 

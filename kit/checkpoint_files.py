@@ -22,6 +22,7 @@ import attrs
 import torch
 
 from hybridflow.core.errors import CheckpointError, DamagedError
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.sealed import read_sealed, write_sealed
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.tensor_files import write_tensors
@@ -133,6 +134,7 @@ def write_parts(
         with ThreadPoolExecutor(1) as beside:
             sums = beside.map(checksum, values)
             write_tensors(dict(zip(keys, values, strict=True)), folder / file)
+        moved()
         for part, digest in zip(group, sums, strict=True):
             start, shape = list(part.box.start), list(part.box.shape)
             yield part.entry, StoredPart(start=start, shape=shape, file=file, sum=digest)
@@ -192,6 +194,7 @@ class PartReader:
                 if not any(both for _, both in common):
                     continue
                 values = self._read(entry, place)
+                moved()
                 for target, both in common:
                     if both is not None:
                         whole = target.values.detach().view(target.box.shape)

@@ -34,6 +34,7 @@ from hybridflow.core.contracts.training import (
     TrainingBackend,
     counted,
 )
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.core.workers.micro_batch import dummy_micro_batch
@@ -243,6 +244,7 @@ class MegatronBackend(TrainingBackend):
 
         def step(numbers: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
             """Run a chunk on its next micro-batch: (output, what ends the last chunk's pass)."""
+            moved()
             index = next(numbers)
             ids, starts, packed = inputs[index]
             hidden = model(

@@ -6,6 +6,7 @@ It sets the environment before torch is imported, because torch reads its thread
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,13 @@ class HostActor:
 
     def join(
         self, rendezvous: FileRendezvous | ServerRendezvous | None, device: str, timeout_s: float
-    ) -> str:
-        """Join the process group (see Host.join); return where this process is."""
+    ) -> None:
+        """Join the process group (see Host.join)."""
         self.host.join(rendezvous, device, timeout_s)
-        return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
+
+    def place(self) -> tuple[str, int]:
+        """Return the name of this machine, and the number of this process."""
+        return platform.node(), os.getpid()
 
     def leave(self) -> None:
         """Close the workers, and leave the process group (see Host.leave)."""

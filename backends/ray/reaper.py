@@ -6,7 +6,8 @@ Ray's own agents would try for a minute to report to a head that has ended too, 
 kills would leave their temporary files.
 
     controller runs   remember Ray's processes, and those that they start
-    pipe closes       ask Ray's processes to end, and give all of them GRACE_S seconds
+    pipe closes       ask Ray's processes to end, and give all of them GRACE_S seconds; or kill them
+                      at once where BROKEN was written: without a gcs they would wait for it
     then              kill those that remain, and remove the folder of the ranks
 
 They have the folder in their environment as MARK, or a parent that has. They must be remembered: an
@@ -28,6 +29,7 @@ from pathlib import Path
 MARK = "HYBRIDFLOW_SCRATCH"
 """A variable of the environment of all processes of a local Ray: the folder of its ranks, where
 engines put their temporary files (kit/hosting/process.py)."""
+BROKEN = b"!"
 LOOKS_S = (0.5, 10.0)
 """Seconds between the first two scans of the processes, and the longest time between two."""
 GRACE_S = 8.0
@@ -83,13 +85,13 @@ def of_ray(pid: int) -> bool:
     return False
 
 
-def end(folder: str, known: Processes) -> None:
-    """Have the processes of a local Ray end, and kill those that do not.
+def end(folder: str, known: Processes, number: signal.Signals = signal.SIGTERM) -> None:
+    """Send a signal to the processes of a local Ray, and kill those that do not end.
 
     What a rank has started, as an engine, sees that the rank is gone, and tidies up by itself.
     """
     known = remaining(folder, known)
-    send(signal.SIGTERM, filter(of_ray, known))
+    send(number, filter(of_ray, known))
     deadline = time.monotonic() + GRACE_S
     while (known := remaining(folder, known)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -114,14 +116,17 @@ def remove(folder: str) -> None:
 def main(folder: str) -> None:
     """Wait until the controller has ended; then end its Ray, and remove `folder`."""
     known: Processes = {}
+    number = signal.SIGTERM
     wait_s, longest_s = LOOKS_S
     while True:
         known = remaining(folder, known)
         ready, _, _ = select.select([sys.stdin], [], [], wait_s)
-        if ready and not os.read(sys.stdin.fileno(), 1):  # end of file: the controller has ended
-            break
+        if ready:
+            if not os.read(sys.stdin.fileno(), 1):  # end of file: the controller has ended
+                break
+            number = signal.SIGKILL  # it has said that its Ray is broken
         wait_s = min(1.5 * wait_s, longest_s)
-    end(folder, known)
+    end(folder, known, number)
     remove(folder)
 
 

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -33,15 +34,19 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from hybridflow.backends.ray import reaper
 from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
-from hybridflow.backends.ray.slow import SlowCalls
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.core.groups.rendezvous import FileRendezvous
+from hybridflow.core.processes import page
+from hybridflow.core.processes.look import Look, kill, looks
 from hybridflow.kit.hosting.process import SCRATCH
 from hybridflow.kit.memory import keep_freed_memory
 from hybridflow.settle.config.waiting import waiting_variables
@@ -57,6 +62,10 @@ POLL_S = 1.0
 TRACKED = 32
 """Answered calls are sorted out whenever the number of open calls is a multiple of this (asking Ray
 takes 0.1 ms), and with each call that uses the store."""
+ANSWERS_S = 20.0
+"""Seconds that the nodes of a cluster may take to say what processes do."""
+SERVICES = ("gcs_server", "raylet")
+"""The processes of a local Ray without which no rank goes on."""
 GRACE_S = 3.0
 """Seconds to wait for pings (Ray learns of a death about a second after it), and for workers of a
 cluster to close."""
@@ -90,8 +99,7 @@ class RayProcess(Process):
         self.start = start
         self.actor = start()
         self.runtime = runtime
-        self.joined: Any = None
-        """The reference to where it runs, once it has joined its group."""
+        self._place = self.actor.place.remote()
 
     @property
     def group(self) -> tuple[str, tuple[int, ...]]:
@@ -99,20 +107,16 @@ class RayProcess(Process):
         return self.pool.name, self.pool.members(self.rank)
 
     @property
-    def where(self) -> str:
-        """Its pool and rank, and its process where that is known."""
-        place = f"rank {self.rank} of pool {self.pool.name!r}"
-        if self.joined is None:
+    def place(self) -> tuple[str, int] | None:  # type: ignore[override]
+        """The name of its machine, and its number there, once it has started."""
+        with contextlib.suppress(RayError):  # it has not started, or has ended before
+            place: tuple[str, int] = ray.get(self._place, timeout=0)
             return place
-        try:
-            return f"{place} ({ray.get(self.joined, timeout=0)})"
-        except RayError:  # it has not joined yet, or has ended
-            return place
+        return None
 
     def join(self, meeting: Any, patience_s: float) -> Any:
         """Have it join its process group; return the reference of the reply."""
-        self.joined = self.actor.join.remote(meeting, self.device, patience_s)
-        return self.joined
+        return self.actor.join.remote(meeting, self.device, patience_s)
 
     def submit(self, message: Message, label: Label) -> Any:
         """Send a call to the actor; return the object reference of its reply."""
@@ -207,6 +211,34 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def _processes_of_ray(name: str | None = None) -> list[subprocess.Popen]:
+    """Return the processes of the Ray that this one has started: all, or those of a name."""
+    node = ray._private.worker._global_node
+    assert node is not None
+    every = node.all_processes
+    return [one.process for key in (every if name is None else [name]) for one in every[key]]
+
+
+def _killed(place: tuple[str, int]) -> list[None]:
+    kill(place)
+    return []
+
+
+def _on_nodes(nodes: Sequence[str], function: Callable[..., list], *args: Any) -> list[Any]:
+    """Call a function once on each node, in a process beside the ranks; return what it found."""
+    answers = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(function)
+        answers.append(task.options(scheduling_strategy=there).remote(*args))
+    arrived, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWERS_S)
+    found = []
+    for answer in arrived:
+        with contextlib.suppress(RayError):  # a node that is gone meanwhile
+            found += ray.get(answer)
+    return found
+
+
 def _ranks_folder() -> str:
     """Make a folder for the ranks of one run, which others may not enter."""
     return tempfile.mkdtemp(prefix="hybridflow-ranks-")
@@ -247,7 +279,6 @@ class RayRuntime(Runtime):
         super().__init__(config or RayConfig())
         self.calls: dict[Any, Call] = {}
         """The open calls by the references of their replies, in the order sent."""
-        self._slow = SlowCalls(lambda text: self.say(text))
         self._replaced: set[str] = set()
         """Ray's ids of the actors of processes that were replaced."""
         self.failed: dict[Any, Any] = {}
@@ -260,6 +291,9 @@ class RayRuntime(Runtime):
         """The placement groups, one per pool."""
         self._owns_ray = False
         self._local = False
+        self._services: dict[str, subprocess.Popen] = {}
+        """The processes of a local Ray of this runtime's own, by name."""
+        self._logs = ""
         self._reaper: subprocess.Popen | None = None
         self._folder = ""
         """Where the ranks of a local Ray meet and leave temporary files, once there are any."""
@@ -302,6 +336,19 @@ class RayRuntime(Runtime):
             raise HybridFlowError(
                 f"could not reach {where}: {error}; check runtime.address and `ray status`"
             ) from error
+        if self._local:
+            self._know_services()
+
+    def _know_services(self) -> None:
+        """Note the processes of a local Ray, with a page each where the run has pages."""
+        node = ray._private.worker._global_node
+        assert node is not None
+        self._logs = node.get_logs_dir_path()
+        self._services = {name: _processes_of_ray(name)[0] for name in SERVICES}
+        if folder := os.environ.get(page.FOLDER):
+            for name, process in self._services.items():
+                file = page.page_of(Path(folder), process.pid)
+                page.write_page(file, process.pid, f"the {name} of the local Ray")
 
     def _init_options(self) -> dict[str, Any]:
         """Return the arguments of ray.init."""
@@ -508,7 +555,14 @@ class RayRuntime(Runtime):
 
         A local Ray ends with the connection.
         """
-        if ray.is_initialized():
+        # Ray would wait for one that is stopped, and without the gcs for all others.
+        broken = self.lost() is not None
+        for service in self._services.values():
+            service.send_signal(signal.SIGCONT)
+        if broken:
+            for service in _processes_of_ray():
+                service.kill()
+        if ray.is_initialized() and not broken:
             # On other machines nobody removes the files of what Ray kills.
             if self.processes and not self._local:
                 leaving = [process.actor.leave.remote() for process in self.processes]
@@ -522,6 +576,7 @@ class RayRuntime(Runtime):
         self.calls.clear()
         self.failed.clear()
 
+        self._services = {}
         if self._owns_ray:
             with _later_interruption():
                 ray.shutdown()  # before the reaper, which finds nothing left to end
@@ -529,6 +584,8 @@ class RayRuntime(Runtime):
         elif ray.is_initialized():
             time.sleep(0.1)  # let the kills go out before the caller launches again
         if self._reaper is not None and self._reaper.stdin is not None:
+            if broken:
+                self._reaper.stdin.write(reaper.BROKEN)
             self._reaper.stdin.close()
             self._reaper.wait()
             self._reaper = None
@@ -567,6 +624,7 @@ class RayRuntime(Runtime):
 
     def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
         """Wait for a reply, and check all other open calls every POLL_S seconds meanwhile."""
+        self._check_services()
         while True:
             try:
                 value = unpacked(ray.get(reply, timeout=POLL_S))
@@ -588,6 +646,11 @@ class RayRuntime(Runtime):
                 if value[1]:  # it has handles to the store
                     self._sort_out_answered()
                 return value
+
+    def _check_services(self) -> None:
+        """Raise WorkerDied where a local Ray has lost one of its own processes."""
+        if (lost := self.lost()) is not None:
+            raise WorkerDied(lost, role="?", phase="?", rank=None)
 
     def _forget(self, reply: Any) -> None:
         self.calls.pop(reply, None)
@@ -622,8 +685,8 @@ class RayRuntime(Runtime):
         A rank whose peer died or failed may wait in a collective for minutes. Raises WorkerDied if
         a process has ended that is not expendable.
         """
+        self._check_services()
         self._sort_out_answered()
-        self._slow.look(self._at_work(), lambda process: process.where)
         running = [call for reference, call in self.calls.items() if reference not in self.failed]
         for reference, reply in self.failed.items():
             failed = self.calls[reference]
@@ -643,15 +706,59 @@ class RayRuntime(Runtime):
                 return reply
         return None
 
-    def _at_work(self) -> Iterator[tuple[RayProcess, Any, Label]]:
-        """Yield the call that each process works on: its first, once all inputs are there."""
-        seen: set[RayProcess] = set()
-        for reference, call in self.calls.items():
-            if reference in self.failed or call.process in seen:
+    # --- what the processes do ---
+
+    def at_work(self) -> list[tuple[Process, Label]]:
+        """Return the call that each process works on: its first, once all inputs are there."""
+        # A list at once: the main thread changes the calls meanwhile.
+        calls = [item for item in list(self.calls.items()) if item[0] not in self.failed]
+        references = [reference for reference, _ in calls]
+        if not references:
+            return []
+        _, open_ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+        running = set(open_)
+        first: dict[RayProcess, tuple[Process, Label]] = {}
+        waiting: set[RayProcess] = set()
+        for reference, call in calls:
+            if reference not in running or call.process in first or call.process in waiting:
                 continue
-            seen.add(call.process)
-            if not any(needed in self.calls for needed in call.inputs):
-                yield call.process, reference, call.label
+            if any(needed in running for needed in call.inputs):
+                waiting.add(call.process)
+            else:
+                first[call.process] = (call.process, call.label)
+        return list(first.values())
+
+    def lost(self) -> str | None:
+        """Return which process of a local Ray of this runtime's own has ended."""
+        for name, process in self._services.items():
+            if (code := process.poll()) is not None:
+                how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
+                return (
+                    f"the {name} of the local Ray (pid {process.pid}) has ended {how}, and no "
+                    "rank can go on without it; if nobody has killed it, its logs say why: "
+                    f"{self._logs}; with run.restarts > 0 a run starts Ray again and goes on from "
+                    "the last checkpoint by itself"
+                )
+        return None
+
+    def look(self, folder: Path, stacks: bool = False) -> list[Look]:
+        """Return what the run's processes do, on all nodes, by a task on each of a cluster's."""
+        if self._local:
+            return looks(folder, stacks)
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        found = _on_nodes(nodes, looks, folder, stacks)
+        # Of a shared folder each node has all pages, and knows the processes of its own alone.
+        own = {look.place: look for look in found}
+        own.update({look.place: look for look in found if look.notes or look.still_s})
+        return list(own.values())
+
+    def kill(self, place: tuple[str, int]) -> None:
+        """End a process at once, by a task on each node of a cluster."""
+        if self._local:
+            kill(place)
+        else:
+            nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+            _on_nodes(nodes, _killed, place)
 
     # --- the store ---
 

@@ -27,6 +27,7 @@ from hybridflow.backends.transformers.scheduler import Scheduler
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
@@ -172,6 +173,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
         assert self.version is not None
         try:
             done = self.scheduler.turn(self.version)
+            moved()
             self._check_none_lost(done)
             return done
         except BaseException:

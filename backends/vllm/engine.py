@@ -36,6 +36,7 @@ from hybridflow.backends.vllm.patches import (
 )
 from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.parallel import Replicas
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
@@ -342,7 +343,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
     def advance(self) -> Iterator[Completion]:
         """Make one step of vLLM; yield the completions of requests that ended in it."""
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        moved()
+        for output in outputs:
             request = self.running.get(int(output.request_id))
             if request is not None:
                 sequence = output.outputs[0]

@@ -8,12 +8,14 @@ controller --Message-->  Process (one per device of a pool; runs its messages in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol as Typing
 
 import attrs
 
 from hybridflow.core.contracts.capabilities import RuntimeCapabilities
+from hybridflow.core.processes.look import Look, kill, looks
 
 
 @attrs.frozen
@@ -96,6 +98,8 @@ class Process(ABC):
 
     pool: ResourcePool
     rank: int
+    place: tuple[str, int] | None = None
+    """The name of its machine and its number there, once it has started."""
     expendable = False
     """Whether its end is told to those alone who wait for replies of its torch.distributed group:
     other processes may take their places."""
@@ -141,8 +145,6 @@ class Runtime(ABC):
     def __init__(self, config: Any):
         self.config = config
         self.traffic = Traffic()
-        self.say: Callable[[str], None] = lambda text: None
-        """Told what the user should know while the controller waits, such as a call that hangs."""
 
     # --- processes ---
 
@@ -211,6 +213,27 @@ class Runtime(ABC):
         first too where its own `wait` will tell why it never comes.
         """
         return replies[0]
+
+    # --- what the processes do: all of these may be called from any thread ---
+
+    def at_work(self) -> Sequence[tuple[Process, Label]]:
+        """Return which call each process works on; none of those that wait for one."""
+        return ()
+
+    def lost(self) -> str | None:
+        """Return which part of the runtime itself has ended, and how; None: all are there."""
+        return None
+
+    def look(self, folder: Path, stacks: bool = False) -> list[Look]:
+        """Return what the run's processes do, on all machines, by their pages in a folder.
+
+        stacks: with the stacks of their threads, of those that answer.
+        """
+        return looks(folder, stacks)
+
+    def kill(self, place: tuple[str, int]) -> None:
+        """End a process at once, even a stopped one; one that has ended is no error."""
+        kill(place)
 
     # --- the store (Store) of the controller ---
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hybridflow.core.contracts.protocol import Protocol, TransferProtocol
 from hybridflow.core.contracts.runtime import Store
+from hybridflow.core.processes.page import doing
 from hybridflow.core.values.parallel import Coords, GenerationLayout, ParallelLayout
 
 COLLECTIVE_TIMEOUT = "collective timeout"
@@ -65,7 +66,8 @@ class RankContext:
         """Show what the body does, as a part of the present call, in the run's timeline."""
         started = time.time()
         try:
-            yield
+            with doing(name):
+                yield
         finally:
             self._parts.append((name, started, time.time()))
 

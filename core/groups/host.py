@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import time
 import traceback
@@ -25,6 +26,7 @@ from hybridflow.core.contracts.worker import COLLECTIVE_TIMEOUT, Part, RankConte
 from hybridflow.core.errors import DamagedError, DamagedPartError, HybridFlowError, WorkerError
 from hybridflow.core.groups.rendezvous import FileRendezvous, ServerRendezvous, StoreServer
 from hybridflow.core.groups.wire import Decoder, Encoder
+from hybridflow.core.processes.page import FOLDER, begin, doing
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.parallel import (
     GenerationLayout,
@@ -77,6 +79,8 @@ class Host:
         """rank: in the pool. members: the ranks of its torch.distributed group, in their order."""
         self.pool = pool
         self.rank = rank
+        # The controller may have a page of its own for this process.
+        begin(os.environ.get(FOLDER), f"rank {rank} of pool {pool!r}")
         self.members = list(members)
         self.world = len(self.members)
         self.store = store
@@ -175,9 +179,10 @@ class Host:
 
             (role, name, keep), arguments = read_call(blob)
             # Decoding, the method and encoding all may fail; each failure is a reply.
-            args, kwargs = Decoder(arguments, handles, self.store, resolve).load()
-            result = self._method(role, name)(*args, **kwargs)
-            return *self._encode(started, role, result if keep else None), False
+            with doing(f"{role}/{name}"):
+                args, kwargs = Decoder(arguments, handles, self.store, resolve).load()
+                result = self._method(role, name)(*args, **kwargs)
+                return *self._encode(started, role, result if keep else None), False
 
         # An input of this call failed: the first failure is the one to report.
         except WorkerError as error:

@@ -28,6 +28,7 @@ from hybridflow.core.contracts.runtime import Label, Message, Process, Runtime
 from hybridflow.core.contracts.worker import Part
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.groups.host import Reply, read_reply
+from hybridflow.core.processes.page import doing
 
 
 @attrs.define(eq=False)
@@ -76,7 +77,9 @@ class PendingReply:
             if self.held:
                 self.outbox.demand(self.call)
             began = time.time()
-            blob, handles, failed = self.outbox.wait(self.runtime, self.reference)
+            call = self.call
+            with doing(f"waits for {call.role}/{call.method} of rank {call.rank}"):
+                blob, handles, failed = self.outbox.wait(self.runtime, self.reference)
             self.runtime.traffic.received += len(blob)
 
             # A rank whose peer died fails too; the death is the error to report.

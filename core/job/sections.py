@@ -55,6 +55,15 @@ class RunSection:
     """Data type of exported weights. "auto": that in which the backend computes."""
     restarts: int = setting(0, non_negative)
     """How many times the run resumes from its last checkpoint by itself after a worker has died."""
+    patience_s: float = setting(120.0, positive)
+    """Seconds that a process may stand still while it is waited for: without a token, a
+    micro-batch, a scored row, a file. Then a line says who waits for whom since when, and what
+    those do; and again. Where calls of a kind have stood still for longer before, and went on,
+    three times as long."""
+    hang: Literal["say", "restart", "end"] = "say"
+    """What is done then, beside that it is said. "say": nothing. "restart": what stands still is
+    ended, as if it had died (see restarts). "end": the run ends, with an error. What has a limit of
+    its own (a reward's timeout_s, say) is left to it."""
 
     # What is generated, in files
     journal: bool = False

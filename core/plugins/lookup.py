@@ -42,6 +42,7 @@ from hybridflow.core.plugins.descriptor import (
     check_kind,
 )
 from hybridflow.core.plugins.discovery import FoundPlugin, entry_points
+from hybridflow.core.processes.page import doing
 
 log = logging.getLogger(__name__)
 
@@ -422,7 +423,8 @@ class Registry:
         answers: list[Any] = []
         for impl in getattr(self._hooks.hook, hook).get_hookimpls():
             try:
-                answers += self._call(impl.plugin, hook, **arguments)
+                with doing(f"{hook} of plugin {impl.plugin_name}"):
+                    answers += self._call(impl.plugin, hook, **arguments)
             except Exception:
                 log.warning(
                     "%s of plugin %s raised; the run goes on", hook, impl.plugin_name, exc_info=True

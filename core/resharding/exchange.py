@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.transport import PendingRound, Transport
+from hybridflow.core.processes import page
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
 from hybridflow.core.resharding.rounds import (
     IN_FLIGHT,
@@ -72,6 +73,7 @@ class Exchange:
             nonlocal failure, held
             pending, oldest, size = under_way.pop(0)
             received = pending.wait()
+            page.moved()
             try:
                 if failure is None:
                     for sender, message in oldest.receives.items():

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from hybridflow.core.errors import CheckpointError, DamagedError, WorkerDied
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.files import CHECKPOINTS
 from hybridflow.core.values.sealed import flush_file, read_sealed, write_sealed
 
@@ -152,6 +153,7 @@ class Checkpoints:
         """Write the state into a folder, after all other files have reached the disk."""
         for path in folder.rglob("*"):
             flush_file(path)
+            moved()
         fields = attrs.asdict(state)
         if state.ahead is None:
             del fields["ahead"]

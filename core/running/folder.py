@@ -99,6 +99,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self._error: BaseException | None = None
         self._begun = False
         self._before: Any = None
 
@@ -119,9 +120,27 @@ class StopSignal:
         if self.requested:
             raise StopRequested
 
+    def fail(self, error: BaseException) -> bool:
+        """Raise an error in the main thread, wherever it is; called from another one.
+
+        Returns False where this was not entered in the main thread.
+        """
+        if self._before is None:
+            return False
+        self._error = error
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
+        return True
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A second signal is no longer caught.
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self.requested:  # a second signal is no longer caught
+            signal.signal(signal.SIGTERM, self._before)
+            signal.raise_signal(signal.SIGTERM)
+            return
         self.requested = True
-        signal.signal(signal.SIGTERM, self._before)
         if not self._begun:
             raise StopRequested

@@ -20,6 +20,7 @@ from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job.job import Job
 from hybridflow.core.names import reason
 from hybridflow.core.plugins import registry
+from hybridflow.core.processes.page import doing
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared
 from hybridflow.core.values.files import CONSOLE
@@ -332,7 +333,8 @@ class Reporter:
         that did not fail. lost: what the call was to keep.
         """
         try:
-            answer = call()
+            with doing(f"{type(one).__name__}: {lost}"):
+                answer = call()
             self._failing.discard(one)
             return answer
         except Exception as error:

@@ -35,6 +35,7 @@ from hybridflow.core.groups.outbox import Outbox
 from hybridflow.core.job.job import Job, ModelRole, PlacedModel
 from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import build_tokenizer, load_source
+from hybridflow.core.processes import page
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.rollouts.weight_sync import sync_line
 from hybridflow.core.running.exports import (
@@ -196,7 +197,6 @@ class Session:
         self.memory: Sequence[PoolMemory] = ()
         """The estimated memory of each pool's devices, where it was checked."""
         self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
-        self.runtime.say = say
         self.groups: dict[str, tuple[Role, WorkerGroup]] = {}
 
     def __enter__(self) -> Session:
@@ -208,7 +208,8 @@ class Session:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.runtime.shutdown()
+        with page.doing("the end of the processes"):
+            self.runtime.shutdown()
 
     def _start(self) -> None:
         """Start the runtime, the pools, the tasks' workers and the models."""
@@ -223,7 +224,9 @@ class Session:
             processes = f"{spec.world} process{'es' if spec.world > 1 else ''}"
             device = spec.device or job.device
             self.say(f"starting pool {name}: {processes} on {device}")
-            self.pools[name] = Pool.launch(spec, self.runtime, device, wait=False)
+            self.pools[name] = Pool.launch(
+                spec, self.runtime, device, page.environment(), wait=False
+            )
         self.runtime.started()
 
         job = self.job = self._look_at_devices()

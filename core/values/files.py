@@ -32,6 +32,8 @@ EVALUATIONS = "evaluations"
 """The folder of what `hybridflow evaluate` writes."""
 CONSOLE = "console.log"
 """What the run has said on the console, with the time (UTC) of each line."""
+PROCESSES = "processes"
+"""The folder in which each process of a run that goes on says what it does."""
 LOGS = "logs"
 """The folder of what engines write, in processes of their own."""
 TOKENIZER = "tokenizer"
@@ -47,5 +49,6 @@ TENSORBOARD = "tensorboard"
 WRITTEN = (
     *(MARK, DONE, FORK, CHECKPOINTS, EXPORT, PARTIAL_EXPORT, TOKENIZER),
     *(METRICS, JOURNAL, RECORDING, CONSOLE, REPORT, TRACE, TRACKED, EVALUATIONS, LOGS, TENSORBOARD),
+    PROCESSES,
 )
 """All that a run leaves in its folder, beside its lock and what other trackers write."""

@@ -22,13 +22,12 @@ from typing import Any
 
 import attrs
 
+from hybridflow.core.processes.page import doing
+
 MOST_THREADS = 10_000
 """Of what `async` environments leave to threads (asyncio.to_thread); they begin as needed."""
 THREAD = "environment"
 """Name of the threads."""
-SILENT_S = 40.0
-"""How long nothing may be answered that is waited for before that is told, in seconds; then three
-times as long."""
 
 
 @attrs.frozen
@@ -48,17 +47,17 @@ class EnvironmentCalls:
         at_once: int,
         timeout_s: float | None = None,
         arrived: Callable[[], None] | None = None,
-        silent: Callable[[list[int], float], None] = lambda keys, seconds: None,
+        name: str = "environment",
     ):
         """at_once: limit of the calls that run; timeout_s: of each, None for no limit.
 
-        `arrived` is called, in another thread, when a call has been answered or is too late;
-        `silent` where none has been for long, with the keys of those that run and the seconds.
+        `arrived` is called, in another thread, when a call has been answered or is too late; `name`
+        is what the page of this process calls them.
         """
         self.at_once = at_once
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self.arrived = arrived
-        self.silent = silent
+        self.name = name
         self._waiting: deque[tuple[int, Callable[[], Any], float]] = deque()
         """Key, call, and when it must have been answered by time.monotonic."""
         self._running: dict[int, tuple[Any, float]] = {}
@@ -93,15 +92,12 @@ class EnvironmentCalls:
         With `wait` at least one, where any is under way.
         """
         answers = self._received(0.0) + self._overdue()
-        began, patience = time.monotonic(), SILENT_S
         while wait and not answers and self.busy:
-            # Until one arrives, the next deadline passes, or that nothing comes is to be told.
+            # Until one arrives, or the next deadline passes.
             until = min(deadline for _, deadline in self._running.values())
-            until = min(until, began + patience)
-            answers = self._received(max(until - time.monotonic(), 0.0)) + self._overdue()
-            if not answers and time.monotonic() >= began + patience:
-                self.silent(sorted(self._running), patience)
-                patience *= 3
+            left = max(until - time.monotonic(), 0.0)
+            with doing(f"{self.name}: answers to {_listed(sorted(self._running))}", left):
+                answers = self._received(left) + self._overdue()
         self._begin()
         return answers
 
@@ -148,12 +144,14 @@ class EnvironmentCalls:
 
     def _work(self, key: int, call: Callable[[], Any], deadline: float) -> None:
         """Make a call, in its thread."""
+        left = deadline - time.monotonic()
         try:
-            value = call()
-            if inspect.isawaitable(value):
-                answer = self._loop.begun(value, deadline - time.monotonic()).result()
-            else:
-                answer = Answered(value)
+            with doing(f"{self.name}: episode {key}", left):
+                value = call()
+                if inspect.isawaitable(value):
+                    answer = self._loop.begun(value, deadline - time.monotonic()).result()
+                else:
+                    answer = Answered(value)
         except BaseException as error:  # a tool that calls sys.exit must not be waited for
             answer = Answered(error=error)
         self._put(key, threading.current_thread(), answer)
@@ -197,6 +195,12 @@ class EnvironmentCalls:
     def _give_up(self, keys: Sequence[int]) -> None:
         marks = [self._running.pop(key)[0] for key in keys]
         self._late += [mark for mark in marks if isinstance(mark, threading.Thread)]
+
+
+def _listed(keys: Sequence[int]) -> str:
+    """Return which episodes these are, in words."""
+    first = ", ".join(map(str, keys[:4])) + (", ..." if len(keys) > 4 else "")
+    return f"episode {first}" if len(keys) == 1 else f"{len(keys)} episodes ({first})"
 
 
 class _Loop:

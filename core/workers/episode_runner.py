@@ -61,18 +61,8 @@ def run_episodes(
     section = spec.section
     nudge = engine.nudge if section.free else None
 
-    def silent(rows: list[int], seconds: float) -> None:
-        log.warning(
-            "environment %r: nothing has been answered for %g s, in %d episode(s) that wait for it "
-            "(those of rows %s). environment.timeout_s limits an answer, which then fails, and "
-            "environment.episode_s an episode",
-            section.name,
-            seconds,
-            len(rows),
-            ", ".join(map(str, rows[:4])) + (" ..." if len(rows) > 4 else ""),
-        )
-
-    calls = EnvironmentCalls(section.at_once, section.timeout_s, nudge, silent)
+    name = f"environment {section.name!r}"
+    calls = EnvironmentCalls(section.at_once, section.timeout_s, nudge, name)
     closings = EnvironmentCalls(section.at_once, CLOSE_S)
     runner = EpisodeRunner(engine, episodes, calls, closings, context)
     try:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hybridflow.core.contracts.reward import FunctionReward, Reward, RewardFailureRule, RewardSample
 from hybridflow.core.errors import RewardError
+from hybridflow.core.processes.page import doing
 from hybridflow.core.workers.scoring import checked, failure, gathered, score_samples
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class _Scoring:
     def _score(self, row: int, sample: RewardSample) -> Any:
         for left in reversed(range(self.rule.retries + 1)):
             try:
-                outcome = self.call(sample)
+                outcome = self._called(row, sample)
             except Exception as raised:
                 outcome = self._raised(raised, row, sample)
             value = self._judged(outcome, row, sample, left)
@@ -129,9 +130,10 @@ class _Scoring:
         # A plain function runs in a thread, so that the loop can abandon it.
         async def work() -> Any:
             try:
-                if self.waits:
+                if not self.waits:
+                    return await _in_thread(lambda: self._called(row, sample))
+                with doing(self._what(row), self._limit_s):
                     return await self.call(sample)
-                return await _in_thread(lambda: self.call(sample))
             except Exception as error:  # its own TimeoutError is not ours
                 return self._raised(error, row, sample)
 
@@ -141,6 +143,17 @@ class _Scoring:
         except TimeoutError:
             problem = f"took longer than timeout_s = {self.rule.timeout_s:g} s"
             return failure(problem, self.name, row, sample)
+
+    def _called(self, row: int, sample: RewardSample) -> Any:
+        with doing(self._what(row), self._limit_s):
+            return self.call(sample)
+
+    def _what(self, row: int) -> str:
+        return f"reward {self.name!r}, row {row}"
+
+    @property
+    def _limit_s(self) -> float:
+        return math.inf if self.rule.timeout_s is None else self.rule.timeout_s
 
     def _raised(self, error: Exception, row: int, sample: RewardSample) -> RewardError:
         problem = f"raised {type(error).__name__}: {error}"

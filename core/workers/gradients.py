@@ -21,6 +21,7 @@ from hybridflow.core.contracts.loss import Counts, Loss, Term
 from hybridflow.core.contracts.training import MicroBatch, Packing, TrainingBackend
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.branches import BRANCHES, sequences
 from hybridflow.core.values.columns import Column
@@ -197,6 +198,7 @@ class LossPart:
 
         def share(number: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             """Return micro-batch `number`'s share of the loss, and add its terms to the tally."""
+            moved()
             if self.micros[number].dummy:
                 return _zero_loss(outputs)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hybridflow.core.contracts.reward import FunctionReward, Reward, RewardSample
 from hybridflow.core.errors import HybridFlowError, RewardError
+from hybridflow.core.processes.page import doing
 from hybridflow.core.values.text import shorten
 
 
@@ -29,7 +30,8 @@ def score_samples(
         values = [_score_one(reward, sample, name, row) for row, sample in enumerate(samples)]
     else:
         try:
-            values = _as_list(reward(samples), len(samples), name)
+            with doing(f"reward {name!r}, {len(samples)} rows at once"):
+                values = _as_list(reward(samples), len(samples), name)
         except Exception as error:
             _raise_for_row(reward, samples, name, error)
 
@@ -45,7 +47,8 @@ def gathered(values: list[Any], per_token: bool) -> Any:
 
 def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any:
     try:
-        return reward([sample])[0]
+        with doing(f"reward {name!r}, row {row}"):
+            return reward([sample])[0]
     except Exception as error:
         raise failure(_description(error, sample), name, row, sample) from error
 

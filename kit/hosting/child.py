@@ -133,7 +133,12 @@ class Child:
         import torch
 
         from hybridflow.core.contracts.worker import RankContext
+        from hybridflow.core.processes.look import name_of
+        from hybridflow.core.processes.page import FOLDER, begin, doing
         from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+
+        folder = os.environ.get(FOLDER)
+        begin(folder, f"engine of {name_of(folder, os.getppid())}")
 
         # The engine drives all devices of its replica, as if it were rank 0 of a pool of its own.
         tp = place["tp"]
@@ -142,8 +147,9 @@ class Child:
         self.device = torch.device(place["device"])
         context = RankContext(place["role"], 0, layout, self.device, place["seed"], generation)
 
-        self.engine = engine_class(model, config, context)
-        self.engine.start()
+        with doing("start"):
+            self.engine = engine_class(model, config, context)
+            self.engine.start()
         self.readers: dict[int, Any] = {}
         self.on_join(0, bucket)
         # Later ranks connect when the first one says that this has started.
@@ -158,13 +164,15 @@ class Child:
         Without requests, and during a weight update, it waits for messages.
         """
         from hybridflow.core.errors import HybridFlowError
+        from hybridflow.core.processes.page import doing
 
         while not self.engine.busy or not self.inbox.empty() or self.engine.updating:
             place, (name, *arguments) = self.inbox.get()
             if name in OF_A_RANK:
                 arguments = [place, *arguments]
             try:
-                value = getattr(self, f"on_{name}")(*arguments)
+                with doing(name):
+                    value = getattr(self, f"on_{name}")(*arguments)
             except HybridFlowError as error:
                 value = error
             # Added and aborted requests are answered by events.
@@ -175,7 +183,8 @@ class Child:
 
         # After a failed step all requests end, and the process lives on.
         try:
-            done = self.engine.step()
+            with doing("generate"):
+                done = self.engine.step()
         except HybridFlowError as error:
             self.say("error", str(error))
             self.engine.abort()

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from hybridflow.core.contracts.rollout import Completion, Proof, Request, RolloutEngine, Wanted
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.checksum import checksum, totals
 from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.kit.arrivals import Arrivals, check_box
@@ -397,6 +398,7 @@ class HostedEngine(ContinuousEngine):
         """Write a box into the bucket, and hand the bucket over each time that it is full."""
         for load in self.bucket.write(name, box, tensor, self._boxes_of.params[name].dtype):
             self._hand_over(load)
+            moved()
 
     def _hand_over(self, load: Load) -> None:
         """Let the engine take the contents of the bucket."""

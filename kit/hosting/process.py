@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.processes.page import doing, moved
 from hybridflow.kit.hosting.group import end_group, members
 
 SCRATCH = "HYBRIDFLOW_SCRATCH"
@@ -99,6 +100,7 @@ class EngineProcess:
                 if kind == "alive" and value == self._steps:
                     continue
                 self.moved = time.monotonic()
+                moved()
                 if kind == "alive":
                     self._steps = value
                 elif kind in ("answer", "failed"):
@@ -141,6 +143,10 @@ class EngineProcess:
         Raises EngineDied when the process ends, fails, or is silent for `timeout_s`, and the
         HybridFlowError with which the engine answered.
         """
+        with doing(f"the engine (pid {self.pid}): {what}", timeout_s):
+            return self._answer(what, timeout_s, waiting)
+
+    def _answer(self, what: str, timeout_s: float, waiting: Callable[[float], None] | None) -> Any:
         started = time.monotonic()
         while True:
             # Each wait is short, so that `waiting` is called now and then.

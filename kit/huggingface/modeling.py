@@ -26,6 +26,7 @@ from transformers.utils import logging as hf_logging
 from hybridflow.core.contracts.footprint import LOGITS_AT_ONCE
 from hybridflow.core.contracts.training import MicroBatch, counted
 from hybridflow.core.errors import ModelError
+from hybridflow.core.processes.page import moved
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.kit import onednn
 from hybridflow.kit.huggingface import attention, norms
@@ -211,6 +212,7 @@ class RoleModel(nn.Module):
 
         See TrainingBackend for their names and shapes: [B, T, ...], scores [B].
         """
+        moved()
         # The last token of a row predicts nothing, but a score is read at it.
         last = "scores" in needs
         inputs, prompt_ends, starts = _inputs(micro, last)

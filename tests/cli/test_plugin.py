@@ -14,6 +14,7 @@ from hybridflow.cli.reshard import ReshardCommand
 from hybridflow.cli.run import RunCommand
 from hybridflow.cli.runs import RunsCommand
 from hybridflow.cli.show import ShowCommand
+from hybridflow.cli.stacks import StacksCommand
 from hybridflow.cli.sweep import SweepCommand
 
 
@@ -23,6 +24,7 @@ def test_every_command_is_there_under_its_name():
         run=RunCommand,
         fork=ForkCommand,
         runs=RunsCommand,
+        stacks=StacksCommand,
         sweep=SweepCommand,
         plan=PlanCommand,
         show=ShowCommand,

@@ -22,6 +22,7 @@ import pytest
 from helpers.attacks import attacks
 from helpers.paths import EVERY
 from helpers.programs import run
+from helpers.waiting import eventually
 
 from hybridflow.backends.rewards.code import CodeReward
 from hybridflow.core.contracts.reward import RewardSample
@@ -123,7 +124,7 @@ def test_f10_two_hundred_attacks_get_nothing_and_end_no_run(canary):
         attack.name: end for attack, end in zip(tried, ends, strict=True) if not attack.right(end)
     }
     assert got == {}
-    wait_until(lambda: not left_behind())
+    eventually(lambda: not left_behind())
     assert run("print(7)").output == "7\n"
 
 
@@ -244,7 +245,7 @@ def test_f10_without_privileges_programs_are_isolated_by_a_user_namespace(
             assert box.read("beat") == before
             box.write("tries.py", TRIES)
             assert box.run(["python3", "tries.py"]).output == "0 111 111 "
-        wait_until(lambda: not left_behind())
+        eventually(lambda: not left_behind())
     finally:
         process.close_idle()
 
@@ -287,12 +288,12 @@ def test_f2_a_killed_process_leaves_no_program_and_no_folder(tmp_path):
         """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(runner)], env=environment)
-    wait_until(lambda: len(sleeping(mark)) == 4)
+    eventually(lambda: len(sleeping(mark)) == 4)
     started = jail.below(child.pid)
     child.kill()
     child.wait()
     try:
-        wait_until(lambda: not sleeping(mark))
+        eventually(lambda: not sleeping(mark))
     finally:
         for process in started:
             with contextlib.suppress(ProcessLookupError):
@@ -311,10 +312,3 @@ def sleeping(mark: int) -> list[str]:
         if f"import time; time.sleep({mark})".encode() in words:
             found.append(file)
     return found
-
-
-def wait_until(condition) -> None:
-    ends = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < ends, "it takes longer than 30 s"
-        time.sleep(0.05)

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import openai
@@ -17,6 +16,7 @@ from helpers.programs import ends, run as isolates
 from helpers.sources import char
 from helpers.steps import Watched
 from helpers.templates import family
+from helpers.waiting import eventually
 from openai.types.chat.chat_completion import Choice
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
@@ -289,13 +289,6 @@ def talks_in_a_thread(model, row):
         raise
 
 
-def until(condition) -> bool:
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 @pytest.mark.parametrize("function", ["talks", "talks_in_a_thread"])
 def test_an_agent_hears_of_the_limits_of_its_episode(speaker, function):
     ended.clear()
@@ -305,8 +298,8 @@ def test_an_agent_hears_of_the_limits_of_its_episode(speaker, function):
     assert tokens["outcome"].values == ["truncated_tokens"] * 2
     assert [len(ids) for ids in tokens["response_ids"]] == [7, 7]
     if function == "talks_in_a_thread":
-        assert until(lambda: sorted(ended) == ["0", "0", "1", "1"])
-    assert until(lambda: not [one for one in threading.enumerate() if one.name == THREAD])
+        assert eventually(lambda: sorted(ended) == ["0", "0", "1", "1"])
+    assert eventually(lambda: not [one for one in threading.enumerate() if one.name == THREAD])
 
 
 class Cancelled:
@@ -522,9 +515,7 @@ def test_a_sandbox_ends_with_its_episode_and_what_runs_in_it_too(speaker):
     )
     assert made["outcome"].values == ["failed_tool", "complete", "complete"]
     assert all(heard[str(row)][0][0].output in ("1\n", "2\n") for row in range(3))
-    deadline = time.monotonic() + 10
-    while "ended" not in heard and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: "ended" in heard)
     said, box = heard["ended"]
     assert said == "the sandbox was closed, or killed, in a command"
     assert ends(box._jail.pid)

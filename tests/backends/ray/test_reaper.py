@@ -56,8 +56,9 @@ def test_a_process_without_the_mark_is_known_by_its_parent_and_remembered(tmp_pa
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_rays_own_processes_are_asked_to_end_and_what_they_started_is_waited_for(
-    monkeypatch, tmp_path
+    monkeypatch, tmp_path, sent
 ):
     monkeypatch.setattr(reaper, "GRACE_S", 0.5)
     with (
@@ -65,14 +66,14 @@ def test_rays_own_processes_are_asked_to_end_and_what_they_started_is_waited_for
         sleeping(tmp_path, "/lib/ray/core/raylet") as raylet,
         sleeping(tmp_path, "/x-ray/engine") as engine,
     ):
-        over = threading.Thread(target=reaper.end, args=(str(tmp_path), {}))
+        over = threading.Thread(target=reaper.end, args=(str(tmp_path), {}, sent))
         over.start()
-        assert rank.wait(0.4) == raylet.wait(0.4) == -signal.SIGTERM
+        assert rank.wait(0.4) == raylet.wait(0.4) == -sent
         assert engine.wait(10) == -signal.SIGKILL
         over.join()
 
 
-@pytest.mark.parametrize("last_words", [b"", b"not yet"])
+@pytest.mark.parametrize("last_words", [b"", reaper.BROKEN])
 def test_the_ray_of_an_ended_controller_is_ended_after_a_time_of_grace(
     monkeypatch, tmp_path, last_words
 ):
@@ -85,6 +86,7 @@ def test_the_ray_of_an_ended_controller_is_ended_after_a_time_of_grace(
         os.fdopen(reading) as stdin,
         ThreadPoolExecutor(1) as pool,
         sleeping(folder) as ray,
+        sleeping(folder, "ray::HostActor") as rank,
         sleeping(tmp_path) as other,
     ):
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -97,6 +99,7 @@ def test_the_ray_of_an_ended_controller_is_ended_after_a_time_of_grace(
         over.result()
         assert time.monotonic() - began >= 0.3
         assert ray.wait(10) == -signal.SIGKILL and other.poll() is None
+        assert rank.wait(10) == -(signal.SIGKILL if last_words else signal.SIGTERM)
     assert not folder.exists()
 
 

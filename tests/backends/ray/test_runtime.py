@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.paths import matrix
+from helpers.waiting import eventually
 
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.backends.ray.runtime import RayRuntime, _later_interruption, _own_signals
@@ -20,6 +21,7 @@ from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.errors import HybridFlowError, WorkerDied, WorkerError
 from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.processes import page
 from hybridflow.core.values.batch import Batch
 from hybridflow.kit.hosting.process import EngineProcess
 
@@ -233,3 +235,74 @@ def test_a_sigterm_that_ray_takes_reaches_this_program_too(received):
     assert received == [signal.SIGTERM]
     signal.raise_signal(signal.SIGTERM)
     assert len(received) == 2 and "RAY_DISABLE_FAILURE_SIGNAL_HANDLER" not in os.environ
+
+
+# --- what the processes do ---
+
+
+class Sleeps(Worker):
+    @register(Protocol.ONE_TO_ALL)
+    def sleep(self, file: str) -> int:
+        while not Path(file).exists():
+            time.sleep(0.02)
+        return self.context.rank
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_each_process_works_on_and_does_is_seen_and_it_can_be_ended(
+    ray_cluster, tmp_path, monkeypatch, local
+):
+    """On a cluster by a task on each node, which here is one."""
+    runtime = RayRuntime()
+    runtime.start()
+    folder = tmp_path / "pages"
+    variables = {page.FOLDER: str(folder)}
+    pool = Pool.launch(ResourcePool("main", (2,)), runtime, environment=variables)
+    monkeypatch.setattr(runtime, "_local", local)
+    try:
+        WorkerGroup(Sleeps, pool, name="sleeper").sleep(str(tmp_path / "over"))
+        eventually(lambda: [label.phase for _, label in runtime.at_work()] == ["sleep", "sleep"])
+        eventually(lambda: len([look for look in runtime.look(folder) if look.notes]) == 2)
+        ranks = {process.place: process.rank for process in pool.processes}
+        found = runtime.look(folder, stacks=True)
+        assert sorted(ranks[look.place] for look in found) == [0, 1]
+        for look in found:
+            assert look.name == f"rank {ranks[look.place]} of pool 'main'"
+            assert [note.text for note in look.notes] == ["sleeper/sleep"]
+            assert "sleep" in [frame.function for frame in look.thread.frames]
+
+        runtime.kill(pool.processes[1].place)
+        eventually(lambda: not alive(pool.processes[1].place[1]))
+        assert alive(pool.processes[0].place[1])
+    finally:
+        (tmp_path / "over").touch()
+        monkeypatch.setattr(runtime, "_local", True)
+        runtime.shutdown()
+    assert runtime.at_work() == [] and runtime.lost() is None
+
+
+def test_a_call_that_waits_for_another_one_is_not_at_work(ray_cluster, tmp_path):
+    runtime = RayRuntime()
+    runtime.start()
+    try:
+        pools = [Pool.launch(ResourcePool(name, (1,)), runtime) for name in ("first", "second")]
+        first, second = (WorkerGroup(Makes, pool) for pool in pools)
+        counted = second.count(first.make_when(str(tmp_path / "over")))
+        eventually(lambda: [label.phase for _, label in runtime.at_work()] == ["make_when"])
+        (tmp_path / "over").touch()
+        assert counted.result() == [3]
+        assert runtime.at_work() == []
+    finally:
+        runtime.shutdown()
+
+
+class Makes(Worker):
+    @register(Protocol.RANK_ZERO, same_rows=False)
+    def make_when(self, file: str) -> Batch:
+        while not Path(file).exists():
+            time.sleep(0.02)
+        return Batch({"x": torch.zeros(3)})
+
+    @register(Protocol.ONE_TO_ALL, reads=("x",))
+    def count(self, batch: Batch) -> int:
+        return batch.rows

@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import threading
+import time
 from importlib.metadata import version
 
 import pytest
@@ -106,6 +107,23 @@ def test_a_stop_that_got_lost_at_the_start_is_taken_at_its_end(received):
     assert received == []
 
 
+class Interrupts(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_error_of_another_thread_is_raised_wherever_the_main_one_is(received, asked):
+    with pytest.raises(Interrupts), StopSignal() as stop:
+        stop.begin()
+        if asked:  # a stop was asked for before
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.1, stop.fail, [Interrupts()]).start()
+        time.sleep(30)
+    assert received == [] and stop.requested is asked
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM]
+
+
 def test_after_a_run_sigterm_is_as_before_although_none_came(received):
     with StopSignal() as stop:
         pass
@@ -115,7 +133,8 @@ def test_after_a_run_sigterm_is_as_before_although_none_came(received):
 
 def test_a_run_in_a_thread_leaves_signals_alone(received):
     def run() -> None:
-        with StopSignal():
+        with StopSignal() as stop:
+            assert not stop.fail(Interrupts())
             os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=run)

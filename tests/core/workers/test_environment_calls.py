@@ -7,8 +7,10 @@ import threading
 import time
 
 import pytest
+from helpers.waiting import eventually
 
-from hybridflow.core.workers import environment_calls
+from hybridflow.core.processes import page
+from hybridflow.core.processes.look import looks
 from hybridflow.core.workers.environment_calls import EnvironmentCalls
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -35,13 +37,6 @@ def all_of(calls: EnvironmentCalls) -> dict:
     return found
 
 
-def until(found) -> None:
-    end = time.monotonic() + 20
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_each_call_is_answered_by_what_it_returned_or_raised(make):
     calls = make(4)
 
@@ -56,21 +51,29 @@ def test_each_call_is_answered_by_what_it_returned_or_raised(make):
     assert calls.take(wait=True) == []  # nothing is under way
 
 
-def test_it_is_told_where_nothing_is_answered_for_long(make, monkeypatch):
-    monkeypatch.setattr(environment_calls, "SILENT_S", 0.1)
-    told, answer = [], threading.Event()
+def test_the_page_of_the_process_says_what_is_waited_for_and_which_call_it_is(make, tmp_path):
+    page.begin(tmp_path, "rank 0")
+    try:
+        calls, answer = make(3, timeout_s=60.0, name="environment 'shell'"), threading.Event()
+        for key in (5, 2):
+            calls.submit(key, answer.wait)
+        seen = []
 
-    def silent(keys, seconds):
-        told.append((keys, round(seconds, 3)))
-        if len(told) == 2:
+        def look():
+            seen.extend(eventually(lambda: [one for one in looks(tmp_path) if len(one.notes) == 3]))
             answer.set()
 
-    calls = make(3, silent=silent)
-    for key in (5, 2):
-        calls.submit(key, answer.wait)
-    assert calls.take() == [] and told == []  # nobody waits
-    assert {key for key, _ in calls.take(wait=True)} <= {2, 5}
-    assert told == [([2, 5], 0.1), ([2, 5], 0.3)]
+        looker = threading.Thread(target=look)
+        looker.start()
+        all_of(calls)
+        looker.join()
+    finally:
+        page.end()
+    notes = {note.text: note for note in seen[0].notes}
+    waits = notes.pop("environment 'shell': answers to 2 episodes (2, 5)")
+    assert waits.thread == threading.get_ident() and 0 < waits.left_s <= 60
+    assert sorted(notes) == ["environment 'shell': episode 2", "environment 'shell': episode 5"]
+    assert all(note.thread != waits.thread for note in notes.values())
 
 
 def test_calls_run_side_by_side(make):
@@ -150,7 +153,7 @@ def test_coroutines_that_run_are_cancelled_when_the_calls_are_closed(make):
     calls.close()
     assert cancelled.wait(10) and not calls.busy
     # Those of tests before may end meanwhile.
-    until(lambda: threading.active_count() <= before)  # the call's thread and the loop's
+    eventually(lambda: threading.active_count() <= before)  # the call's thread and the loop's
 
 
 def test_whoever_waits_elsewhere_hears_of_each_answer(make):
@@ -226,5 +229,5 @@ def test_a_coroutine_that_comes_after_the_end_begins_nothing(make):
     before = threading.active_count()
     calls.close()
     go_on.set()
-    until(lambda: threading.active_count() < before)
+    eventually(lambda: threading.active_count() < before)
     assert not begun

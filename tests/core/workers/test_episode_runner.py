@@ -17,7 +17,7 @@ from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.errors import EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.workers import environment_calls, episode_runner
+from hybridflow.core.workers import episode_runner
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 
@@ -151,26 +151,6 @@ def test_an_answer_past_its_time_limit_is_a_failure_that_names_the_limit(speaker
     assert "calls of environment" in caplog.text and "still run" in caplog.text
     Hangs.go_on.set()
     assert play(speaker, echoing(DIGITS)).rows == 6  # the engine is as it was
-
-
-@pytest.mark.parametrize("free", [False, True])
-def test_an_environment_that_says_nothing_is_named_with_its_rows(speaker, free, monkeypatch):
-    told = []
-
-    def warning(text, *values):
-        told.append(text % values)
-        Hangs.go_on.set()
-
-    monkeypatch.setattr(environment_calls, "SILENT_S", 0.2)
-    monkeypatch.setattr(episode_runner.log, "warning", warning)
-    Hangs.go_on.clear()
-    spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
-    assert play(speaker, spec, free=free).rows == 6
-    [said] = told
-    assert said.startswith(
-        f"environment '{__name__}:Hangs': nothing has been answered for 0.2 s, in 6 episode(s)"
-    )
-    assert "(those of rows 0, 1, 2, 3 ...)" in said and "environment.timeout_s" in said
 
 
 class Answers(Environment):
