@@ -125,11 +125,16 @@ def _checkpoints(job: Job) -> str:
     times = []
     if run.checkpoint_every:
         times.append(f"every {_steps(run.checkpoint_every)}")
+    if run.checkpoint_minutes:
+        times.append(f"every {run.checkpoint_minutes:g} minutes")
+    if run.keep_best:
+        times.append("with each validation that is among the best")
     if run.final_checkpoint:
         times.append("at the end")
     if not times:
         return "only when the run is told to stop"
-    return f"{', '.join(times)}; the newest {run.keep_checkpoints} are kept"
+    best = f" and the best {run.keep_best} by {run.best_metric}" if run.keep_best else ""
+    return f"{', '.join(times)}; the newest {run.keep_checkpoints}{best} are kept"
 
 
 def _exports(job: Job) -> str:

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -52,14 +51,14 @@ from hybridflow.core.errors import (
 )
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.processes.page import doing
-from hybridflow.core.running.checkpoint import Ahead, State, checkpoints_of
+from hybridflow.core.running.checkpoint import State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
 from hybridflow.core.running.folder import StopRequested, StopSignal, claim, write_mark
 from hybridflow.core.running.mismatch import explained
 from hybridflow.core.running.pages import Kept, Page, Pages, read_kept
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
+from hybridflow.core.running.saving import Saving
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
 from hybridflow.core.running.watchdog import Watchdog
@@ -132,7 +131,7 @@ def train(
     checkpoints = checkpoints_of(job)
 
     watchdog = Watchdog(job.run, job.folder, session.runtime, report.say, stop := StopSignal())
-    with stop, watchdog, session:
+    with stop, watchdog, session, watchdog.guarding():
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
         watchdog.step = lambda: run.step
@@ -159,11 +158,13 @@ def train(
             # The validation comes first, so that the checkpoint contains its metrics.
             validate_if_due(run, report)
             stopping = stop.requested
-            if due(run.step, job.run.checkpoint_every) or stopping:
+            saving.look()
+            if saving.due(run.step) or stopping:
                 report.checkpoint(run.step)
-                checkpoint(run, pages)
+                checkpoint(run, pages, saving)
             return run.step < job.run.steps and not run.reached and not stopping
 
+        saving = Saving(run)
         pages = Pages(run, algorithm, end, report.say)
         if ahead is not None:
             pages.go_on(ahead)
@@ -171,13 +172,14 @@ def train(
             pages.publish()
             validate_if_due(run, report)
             stop.begin()
-            watchdog.begun = True
+            watchdog.begin()
             if run.step < job.run.steps and not run.reached:
                 pages.all()
         except MismatchError as error:
             raise explained(error, run.step + 1, run.ctx.roles[error.role]) from error
 
         if run.step < job.run.steps and not run.reached:
+            saving.finish()
             report.say(
                 f"told to stop: the checkpoint of step {run.step} is written; go on with --resume"
             )
@@ -186,19 +188,21 @@ def train(
         # run.steps are completed, or the goal is reached.
         validate_if_due(run, report, ended=True)
         report.checkpoint(run.step)
-        keep(run, pages, export)
+        keep(run, pages, saving, export)
         report.ended()
         return RunOutcome("finished", run.step, run.validations)
 
 
-def keep(run: Run, pages: Pages, export: bool) -> None:
+def keep(run: Run, pages: Pages, saving: Saving, export: bool) -> None:
     """Write the last step's checkpoint, if there should be one, and export the models."""
     failure = None
-    if run.job.run.final_checkpoint and run.step not in run.checkpoints.steps():
-        try:
-            checkpoint(run, pages)
-        except CheckpointError as error:
-            failure = error
+    try:
+        saving.finish()
+        if run.job.run.final_checkpoint and run.step not in run.checkpoints.steps():
+            checkpoint(run, pages, saving)
+            saving.finish()
+    except CheckpointError as error:
+        failure = error
 
     # The disk may have enough space for the models only.
     if export:
@@ -207,30 +211,18 @@ def keep(run: Run, pages: Pages, export: bool) -> None:
         raise failure
 
 
-def due(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never) happens at `step`."""
-    return every > 0 and step % every == 0
-
-
-def checkpoint(run: Run, pages: Pages) -> None:
-    """Write the whole state of the run, from which it resumes bit for bit."""
+def checkpoint(run: Run, pages: Pages, saving: Saving) -> None:
+    """Begin to write the whole state of the run, from which it resumes bit for bit."""
     before = pages.before()
     state = State(
         step=run.step,
         algorithm=before.algorithm,
         counters=before.counters,
         data=before.data,
-        validations=run.validations,
+        validations=dict(run.validations),
         tokens=run.tokens,
     )
-
-    def save(folder: Path) -> Ahead | None:
-        run.session.save(folder)
-        return pages.keep(folder)
-
-    with doing(f"the checkpoint of step {run.step}"):
-        folder = run.checkpoints.write(state, save)
-    registry().notify("hybridflow_checkpoint", run=run, step=run.step, folder=folder)
+    saving.begin(state, pages.keep)
 
 
 def restore(run: Run, algorithm, say: Callable[[str], None]) -> Kept | None:

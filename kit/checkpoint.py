@@ -7,7 +7,7 @@ shape are canonical (Hugging Face):
     rank 1   boxes of each entry  > files, by entry and box <  boxes of rank 1'
     rank 2   boxes of each entry /                          \\ ...
 
-kit/checkpoint_files.py has the files.
+kit/checkpoint_files.py has the files; kit/checkpoint_writer.py writes them, beside the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from hybridflow.core.errors import CheckpointError, DamagedError
 from hybridflow.core.values.weights import Box
-from hybridflow.kit.checkpoint_files import Index, PartReader, StatePart, StoredEntry, write_parts
+from hybridflow.kit.checkpoint_files import Index, PartReader, StatePart
+from hybridflow.kit.checkpoint_saving import Writing, rank_writer
 
 __all__ = ["MOMENTS", "SavedState", "StatePart", "flat_parts", "load_state", "save_state"]
 
@@ -57,28 +58,19 @@ def flat_parts(
 # --- of all ranks ---
 
 
-def save_state(parts: Iterable[StatePart], version: int, folder: Path, rank: int) -> None:
-    """Write each element once, whoever holds copies, into an empty folder. A collective call.
+def save_state(parts: Iterable[StatePart], version: int, folder: Path, rank: int) -> Writing:
+    """Have each element written once, whoever holds copies, into an empty folder.
 
-    Raises CheckpointError on every rank where one cannot write, and where the boxes of all ranks
-    are not the whole of an entry.
+    A collective call. It returns what waits for the end of that, when the parts have been copied,
+    and may change. Raises CheckpointError where the boxes of all ranks are not the whole of an
+    entry.
     """
     held = {_place(part): part for part in parts if part.box.numel}
-    writers = _writers(_gathered(list(held)))
+    every = _gathered(list(held))
+    writers = _writers(every)
     _check_complete(writers)
     mine = [held[place] for place, writer in writers.items() if writer == rank]
-
-    def write() -> list:
-        return list(write_parts(mine, folder, rank))
-
-    stored = [part for own in _all_or_none(write) for part in own]
-
-    def finish() -> None:
-        # The index completes the folder, so it comes after all parts.
-        if rank == 0:
-            _index(version, writers, stored).write(folder)
-
-    _all_or_none(finish)
+    return rank_writer().write(mine, folder, rank, len(every), version)
 
 
 def load_state(parts: Iterable[StatePart], folder: Path, role: str, complete: bool = True) -> int:
@@ -157,17 +149,6 @@ def _check_complete(places: Iterable[_Place]) -> None:
                 f"have {found}: the backend's boxes overlap in part, leave some out, or differ in "
                 "shape or dtype"
             )
-
-
-def _index(version: int, places: Iterable[_Place], stored: Iterable[tuple[str, Any]]) -> Index:
-    """Make the index of parts that are written."""
-    entries: dict[str, StoredEntry] = {}
-    for place in places:
-        entry = StoredEntry(shape=list(place.shape), dtype=place.dtype, parts=[])
-        entries.setdefault(place.entry, entry)
-    for name, part in stored:
-        entries[name]["parts"].append(part)
-    return Index(version, entries)
 
 
 def _check_entries(parts: Iterable[StatePart], index: Index) -> None:

@@ -1,19 +1,20 @@
 """The files of a role's checkpoint: values in safetensors, and an index in JSON.
 
-    index.json                  version; entry -> shape, dtype, parts: where, which file, checksum
-    rank-00000-0.safetensors    the parts that rank 0 wrote, by entry and position
-    rank-00000-1.safetensors    more of them: a file holds about FILE_BYTES
-    rank-00001-0.safetensors    those of rank 1
+    rank-00000-0.safetensors      the parts that rank 0 wrote, by entry and position
+    rank-00000-1.safetensors      more of them: a file holds about 1 GB
+    index-00000-of-00002.json     what rank 0 wrote: version; entry -> shape, dtype, parts: where,
+                                  which file, checksum; it is the last file that the rank writes
+    rank-00001-0.safetensors      those of rank 1
+    index-00001-of-00002.json
 
 Nothing in them is code. The checksum of a part is XXH3 of its bytes, compared when they are read;
-the index has one of its own (core/values/sealed.py).
+each index has one of its own (core/values/sealed.py).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypedDict
@@ -23,15 +24,17 @@ import torch
 
 from hybridflow.core.errors import CheckpointError, DamagedError
 from hybridflow.core.processes.page import moved
-from hybridflow.core.values.sealed import read_sealed, write_sealed
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.core.values.weights import Box
-from hybridflow.kit.tensor_files import write_tensors
+from hybridflow.kit.checkpoint_writer import key
 
-INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
 """Version of these files; others are refused."""
-FILE_BYTES = 10**9
-"""The most bytes of a file, unless a single part has more: a rank has them on the host at once."""
+
+
+def index_file(rank: int, world: int) -> str:
+    """Return the name of a rank's index."""
+    return f"index-{rank:05d}-of-{world:05d}.json"
 
 
 @attrs.frozen(eq=False)
@@ -90,24 +93,44 @@ class Index:
     """The version of the weights: the number of optimizer steps."""
     entries: Mapping[str, StoredEntry] = attrs.field(validator=_check_index)
 
-    def write(self, folder: Path) -> None:
-        """Write the index, which completes the folder."""
-        write_sealed(folder / INDEX, {"format": FORMAT, **attrs.asdict(self)})
-
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """Read the index of a folder.
+        """Read the index of a folder: that of each rank.
 
         Raises DamagedError, and CheckpointError where the files are of another format.
         """
-        fields = read_sealed(folder / INDEX)
+        files = sorted(folder.glob("index-*-of-*.json"))
+        if not files:
+            raise DamagedError(f"{folder} has no index-*.json, by which a checkpoint is complete")
+        world = int(files[0].stem.rpartition("-")[2])
+        expected = [folder / index_file(rank, world) for rank in range(world)]
+        if missing := [file.name for file in expected if file not in files]:
+            raise DamagedError(f"{folder} has no {', '.join(missing[:3])}")
+
+        versions = set()
+        entries: dict[str, StoredEntry] = {}
+        for file in expected:
+            part = cls._read(file)
+            versions.add(part.version)
+            for name, entry in part.entries.items():
+                known = entries.setdefault(name, {**entry, "parts": []})
+                if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
+                    raise DamagedError(f"{file}: {name} has another shape or dtype than elsewhere")
+                known["parts"] += entry["parts"]
+        if len(versions) > 1 or len(files) > world:
+            raise DamagedError(f"{folder} has the index files of several checkpoints")
+        return cls(versions.pop(), entries)
+
+    @classmethod
+    def _read(cls, file: Path) -> Index:
+        fields = read_sealed(file)
         number = fields.pop("format", None)
         if number != FORMAT:
-            raise CheckpointError(f"{folder / INDEX} has format {number}, this reads {FORMAT}")
+            raise CheckpointError(f"{file} has format {number}, this reads {FORMAT}")
         try:
             return cls(**fields)
         except (TypeError, ValueError) as error:
-            raise DamagedError(f"{folder / INDEX} is not an index of a checkpoint") from error
+            raise DamagedError(f"{file} is not an index of a checkpoint") from error
 
     def dtype(self, entry: str) -> torch.dtype:
         """Return the dtype in which an entry is stored."""
@@ -117,42 +140,6 @@ class Index:
     def shape(self, entry: str) -> tuple[int, ...]:
         """Return the shape of an entry, whole."""
         return tuple(self.entries[entry]["shape"])
-
-
-def write_parts(
-    parts: Iterable[StatePart], folder: Path, rank: int
-) -> Iterator[tuple[str, StoredPart]]:
-    """Write a rank's parts into files of its own, and yield what the index says of each.
-
-    The values of one file at a time are on the host; checksums are taken while it is written.
-    """
-    for number, group in enumerate(_by_file(parts)):
-        file = f"rank-{rank:05d}-{number}.safetensors"
-        values = [part.values.detach().view(part.box.shape).cpu().contiguous() for part in group]
-        keys = [_key(part.entry, part.box.start) for part in group]
-        # Both let other threads run.
-        with ThreadPoolExecutor(1) as beside:
-            sums = beside.map(checksum, values)
-            write_tensors(dict(zip(keys, values, strict=True)), folder / file)
-        moved()
-        for part, digest in zip(group, sums, strict=True):
-            start, shape = list(part.box.start), list(part.box.shape)
-            yield part.entry, StoredPart(start=start, shape=shape, file=file, sum=digest)
-
-
-def _by_file(parts: Iterable[StatePart]) -> Iterator[list[StatePart]]:
-    """Yield the parts of one file after the other."""
-    group: list[StatePart] = []
-    nbytes = 0
-    for part in parts:
-        if group and nbytes + part.values.nbytes > FILE_BYTES:
-            yield group
-            group = []
-            nbytes = 0
-        group.append(part)
-        nbytes += part.values.nbytes
-    if group:
-        yield group
 
 
 def checksum(values: torch.Tensor) -> str:
@@ -209,7 +196,7 @@ class PartReader:
 
         file = self._folder / place["file"]
         try:
-            values: torch.Tensor = self._file(place["file"]).get_tensor(_key(entry, place["start"]))
+            values: torch.Tensor = self._file(place["file"]).get_tensor(key(entry, place["start"]))
         except (OSError, SafetensorError) as error:
             raise DamagedError(f"{entry}: {file} cannot be read: {error}") from error
         same = tuple(values.shape) == tuple(place["shape"])
@@ -229,8 +216,3 @@ class PartReader:
 def _box(place: StoredPart) -> Box:
     start = tuple(place["start"])
     return Box(start, tuple(map(operator.add, start, place["shape"])))
-
-
-def _key(entry: str, start: Sequence[int]) -> str:
-    """Return the name of a part in its file, such as "model.lm_head.weight@0,0"."""
-    return f"{entry}@{','.join(map(str, start))}"

@@ -16,17 +16,19 @@ def remarks(job: Job) -> Iterator[str]:
     """Yield a sentence for each legal setting that is probably unintended."""
     # Checkpoints that a run relies on, or never reaches.
     run = job.run
-    if run.restarts and not 0 < run.checkpoint_every < run.steps:
+    if run.restarts and not (0 < run.checkpoint_every < run.steps or run.checkpoint_minutes):
         yield (
-            "run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted "
-            "begins again"
+            "run.restarts: without checkpoints (run.checkpoint_every, run.checkpoint_minutes) a "
+            "run that is restarted begins again"
         )
     if run.checkpoint_every > run.steps:
         yield (
             f"run.checkpoint_every: is {run.checkpoint_every} and the run has {run.steps} steps: "
-            "there will be none before the end"
+            "there will be none by steps before the end"
         )
     lasting = run.export or run.final_checkpoint or 0 < run.checkpoint_every <= run.steps
+    if run.keep_best and (job.validation is None or not job.validation.every):
+        yield "run.keep_best: there are no validations before the end; set validation.every"
     if job.trained and not lasting:
         yield (
             "nothing of the trained model will be kept: run.export and run.final_checkpoint are "

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import (
+    PARTS,
+    LossFunction,
+    MicroBatch,
+    TrainingBackend,
+    Writing,
+)
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
 from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state, save_state
@@ -488,9 +494,9 @@ class DeepSpeedBackend(TrainingBackend):
             moments |= {moment: torch.zeros_like(flat.detach()) for moment in MOMENTS}
         return moments
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Writing:
         """Write masters and moments, or a frozen role's weights. A collective call."""
-        save_state(self._state(), self.version, folder, self.context.rank)
+        return save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
         """Restore the files of `save`, and set the model's weights from the masters.

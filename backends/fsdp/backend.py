@@ -16,7 +16,13 @@ import torch
 
 from hybridflow.backends.fsdp.fit import why_not_cut
 from hybridflow.backends.fsdp.gather import ShardedParameter, whole_parameters
-from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import (
+    PARTS,
+    LossFunction,
+    MicroBatch,
+    TrainingBackend,
+    Writing,
+)
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
 from hybridflow.kit.checkpoint import StatePart, load_state, save_state
@@ -441,9 +447,9 @@ class FSDPBackend(TrainingBackend):
             for moment, values in moments.get(name, {}).items():
                 yield StatePart(f"optimizer.{moment}.{name}", shape, box, values)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Writing:
         """Write the shards (kit/checkpoint.py)."""
-        save_state(
+        return save_state(
             self._state(),
             self.version,
             folder,

@@ -32,6 +32,7 @@ from hybridflow.core.contracts.training import (
     MicroBatch,
     Packing,
     TrainingBackend,
+    Writing,
     counted,
 )
 from hybridflow.core.processes.page import moved
@@ -438,9 +439,9 @@ class MegatronBackend(TrainingBackend):
                     part = values.view(-1).narrow(0, offset, box.numel)
                     yield StatePart(f"{entry}.{name}", shape, box, part)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Writing:
         """Write masters and moments, or a frozen role's weights. A collective call."""
-        save_state(self._state(), self.version, folder, self.context.rank)
+        return save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
         """Restore the files of `save`, and the model's weights from the same entries.

@@ -46,7 +46,7 @@ from hybridflow.core.contracts.runtime import Label, Message, Process, ResourceP
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.core.groups.rendezvous import FileRendezvous
 from hybridflow.core.processes import page
-from hybridflow.core.processes.look import Look, kill, looks
+from hybridflow.core.processes.look import Look, here, kill, looks
 from hybridflow.kit.hosting.process import SCRATCH
 from hybridflow.kit.memory import keep_freed_memory
 from hybridflow.settle.config.waiting import waiting_variables
@@ -109,6 +109,8 @@ class RayProcess(Process):
     @property
     def place(self) -> tuple[str, int] | None:  # type: ignore[override]
         """The name of its machine, and its number there, once it has started."""
+        if not ray.is_initialized():
+            return None
         with contextlib.suppress(RayError):  # it has not started, or has ended before
             place: tuple[str, int] = ray.get(self._place, timeout=0)
             return place
@@ -219,9 +221,14 @@ def _processes_of_ray(name: str | None = None) -> list[subprocess.Popen]:
     return [one.process for key in (every if name is None else [name]) for one in every[key]]
 
 
-def _killed(place: tuple[str, int]) -> list[None]:
-    kill(place)
+def _killed(look: Look) -> list[None]:
+    kill(look)
     return []
+
+
+def _looks_here(folder: Path, stacks: bool) -> list[Look]:
+    """Return what the processes of this node do; in a shared folder each node has all pages."""
+    return [look for look in looks(folder, stacks) if look.host == here()]
 
 
 def _on_nodes(nodes: Sequence[str], function: Callable[..., list], *args: Any) -> list[Any]:
@@ -713,7 +720,7 @@ class RayRuntime(Runtime):
         # A list at once: the main thread changes the calls meanwhile.
         calls = [item for item in list(self.calls.items()) if item[0] not in self.failed]
         references = [reference for reference, _ in calls]
-        if not references:
+        if not references or not ray.is_initialized():  # Ray would start by itself
             return []
         _, open_ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
         running = set(open_)
@@ -746,19 +753,15 @@ class RayRuntime(Runtime):
         if self._local:
             return looks(folder, stacks)
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        found = _on_nodes(nodes, looks, folder, stacks)
-        # Of a shared folder each node has all pages, and knows the processes of its own alone.
-        own = {look.place: look for look in found}
-        own.update({look.place: look for look in found if look.notes or look.still_s})
-        return list(own.values())
+        return _on_nodes(nodes, _looks_here, folder, stacks)
 
-    def kill(self, place: tuple[str, int]) -> None:
+    def kill(self, look: Look) -> None:
         """End a process at once, by a task on each node of a cluster."""
         if self._local:
-            kill(place)
+            kill(look)
         else:
             nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-            _on_nodes(nodes, _killed, place)
+            _on_nodes(nodes, _killed, look)
 
     # --- the store ---
 

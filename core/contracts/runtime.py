@@ -231,9 +231,9 @@ class Runtime(ABC):
         """
         return looks(folder, stacks)
 
-    def kill(self, place: tuple[str, int]) -> None:
+    def kill(self, look: Look) -> None:
         """End a process at once, even a stopped one; one that has ended is no error."""
-        kill(place)
+        kill(look)
 
     # --- the store (Store) of the controller ---
 

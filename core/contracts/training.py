@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import attrs
 import torch
@@ -343,6 +343,16 @@ def training_settings(config: Any) -> TrainingSettings:
     return config if isinstance(config, TrainingSettings) else TrainingSettings()
 
 
+class Writing(Protocol):
+    """A rank's part of a checkpoint that is being written beside the training."""
+
+    def done(self, wait: bool) -> bool:
+        """Return whether all is on the disk; with `wait` when it is.
+
+        Raises CheckpointError where it could not be written.
+        """
+
+
 class TrainingBackend(ABC):
     """A model (policy, value or score) on the ranks of a group, and its optimizer if it is trained.
 
@@ -453,8 +463,12 @@ class TrainingBackend(ABC):
     # --- files ---
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write sharded weights, optimizer and counters into an empty folder. A collective call."""
+    def save(self, folder: Path) -> Writing | None:
+        """Write sharded weights, optimizer and counters into an empty folder. A collective call.
+
+        It may return before all is on the disk, with what tells when it is: from then on the state
+        may change.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> None:

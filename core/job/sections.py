@@ -42,10 +42,19 @@ class RunSection:
 
     # Checkpoints and restarts
     checkpoint_every: int = setting(0, non_negative)
-    """Steps between checkpoints. 0: none before the end, unless the run is told to stop
-    (SIGTERM)."""
+    """Steps between checkpoints. 0: none by steps (see checkpoint_minutes)."""
+    checkpoint_minutes: float = setting(30.0, non_negative)
+    """Minutes after which the next step's end has a checkpoint too, since the last one began. 0:
+    none by time."""
     keep_checkpoints: int = setting(2, at_least(1))
     """Number of checkpoints to keep; older ones are deleted."""
+    keep_best: int = setting(0, non_negative)
+    """Number of checkpoints to keep beside these: those with the best validations. A validation
+    that is among the best so far has a checkpoint of its step."""
+    best_metric: str = "validation/score"
+    """The metric of validations by which they are the best."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which of its values are the best ones."""
     final_checkpoint: bool = True
     """Whether a checkpoint is written at the end, from which --resume goes on with more steps."""
     export: bool = True

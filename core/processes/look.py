@@ -1,8 +1,9 @@
 """Looks at the processes of a run on this machine: what each does, and where its threads are.
 
-Nothing here needs an answer of the process: its page is a file, its state is the system's, and its
-stacks are written by faulthandler, also while it is in a call of C. A stopped one has no stacks
-before it goes on, except by py-spy, where that is installed and may look.
+Nothing here needs the main thread of the process: its page is a file, its state is the system's,
+and its stacks are written by another thread, or where that gets no turn by faulthandler (page.py).
+A stopped one has no stacks before it goes on, except by py-spy, where that is installed and may
+look.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import platform
 import re
 import shutil
 import signal
+import stat
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +25,17 @@ from pathlib import Path
 
 import attrs
 
-from hybridflow.core.processes.page import HEAD, NOTE, NOTES_AT, SIGNAL, SIZE, STATE, born, page_of
+from hybridflow.core.processes.page import (
+    HEAD,
+    MOST_NOTES,
+    NOTE,
+    NOTES_AT,
+    SIGNAL,
+    STATE,
+    born,
+    page_of,
+    said_by_ps,
+)
 
 ANSWER_S = 2.0
 """Seconds that a process may take to write its stacks."""
@@ -83,6 +96,10 @@ class Look:
     """Seconds since it last moved."""
     notes: tuple[Note, ...] = ()
     """The outermost first."""
+    born: str = ""
+    """By which another process of the same number is told apart."""
+    parent: int = 0
+    """The process that has started it; 0: not known."""
     threads: tuple[Thread, ...] = ()
     """Those of its stacks that were asked for."""
 
@@ -97,11 +114,15 @@ class Look:
         return f"{self.name} (pid {self.pid} on {self.host})"
 
     @property
+    def present(self) -> tuple[Note, ...]:
+        """The notes within their limits; threads that were given up have others."""
+        return tuple(note for note in self.notes if note.left_s > 0)
+
+    @property
     def thread(self) -> Thread | None:
-        """The thread of the innermost note, or the main one."""
-        wanted = self.notes[-1].thread if self.notes else 0
+        """The thread of the innermost note, or the main one, which is the last."""
+        wanted = self.present[-1].thread if self.present else 0
         found = [thread for thread in self.threads if thread.ident == wanted]
-        # faulthandler names the thread that got the signal last: the main one, as a rule.
         return next(iter(found or self.threads[-1:]), None)
 
 
@@ -110,46 +131,74 @@ def looks(folder: Path, stacks: bool = False) -> list[Look]:
 
     Of other machines' there is the name alone.
     """
-    found = []
-    for page in sorted(folder.glob("*.page")):
-        if (look := look_at(page)) is not None:
-            found.append(with_stacks(look, page) if stacks else look)
-    return found
+    pages = {page: look_at(page) for page in sorted(folder.glob("*.page"))}
+    found = {page: look for page, look in pages.items() if look is not None}
+    if stacks:
+        # All are asked before the first answer is waited for.
+        asked = [page for page, look in found.items() if _answers(look) and _ask(page)]
+        deadline = time.monotonic() + ANSWER_S
+        for page in asked:
+            found[page] = _with_stacks(found[page], page, deadline)
+    return list(found.values())
 
 
-def kill(place: tuple[str, int]) -> None:
-    """End a process of this machine, by its name and the process's number."""
-    host, pid = place
-    if host == here():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def kill(look: Look) -> None:
+    """End a process of this machine, if it is still the one that was looked at."""
+    if look.host == here() and state_of(look.pid, look.born) != "gone":
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(look.pid, signal.SIGKILL)
 
 
 def look_at(page: Path) -> Look | None:
     """Return what a page says, and the system of its process; None where it is no page any more."""
     try:
-        content = page.read_bytes()
+        content, owner = _content(page)
         head = json.loads(content[:HEAD].rstrip(b"\0"))
         moved, count = STATE.unpack_from(content, HEAD)
         look = Look(head["name"], head["pid"], head["host"], "", 0.0)
-    except (OSError, ValueError, KeyError, TypeError):
+        look = attrs.evolve(look, born=head["born"], parent=head["parent"])
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None
-    if look.host != here() or len(content) != SIZE:
+    if look.host != here():
         return look
+    # What others have put there is not taken for ours.
+    if not isinstance(look.pid, int) or _owner(look.pid) not in (None, owner):
+        return None
 
     now = time.monotonic()
     notes = []
-    for at in range(count):
+    for at in range(min(count, MOST_NOTES)):
         since, until, thread, text = NOTE.unpack_from(content, NOTES_AT + at * NOTE.size)
         left = until if math.isinf(until) else until - now
         words = text.rstrip(b"\0").decode(errors="replace")
         notes.append(Note(words, now - since, left, thread))
     return attrs.evolve(
         look,
-        state=state_of(look.pid, head["born"]),
+        state=state_of(look.pid, look.born),
         still_s=now - moved,
         notes=tuple(notes),
     )
+
+
+def _content(file: Path) -> tuple[bytes, int]:
+    """Return the content of a page or of stacks, and its owner.
+
+    Raises OSError for what is no file of this user's, as a link to one; root may read any.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as opened:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or os.geteuid() not in (0, status.st_uid):
+            raise PermissionError(f"{file} is no file of this user's")
+        return opened.read(), status.st_uid
+
+
+def _owner(pid: int) -> int | None:
+    """Return whose a process is; None where that is not known, or it is gone."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
 
 
 def name_of(folder: str | None, pid: int) -> str:
@@ -172,42 +221,60 @@ def state_of(pid: int, its_birth: str = "") -> str:
     if Path("/proc/self/stat").exists():
         with suppress(OSError):
             letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if its_birth and born(pid) != its_birth:
-            letter = ""
     else:
-        said = subprocess.run(
-            ["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True
-        )
-        letter = said.stdout.strip()[:1]
+        letter = said_by_ps(pid, "state")[:1]
+    if its_birth and born(pid) != its_birth:
+        letter = ""
     if letter in ("", "Z", "X"):
         return "gone"
     return STATES.get(letter, "")
 
 
-def with_stacks(look: Look, page: Path) -> Look:
+def _answers(look: Look) -> bool:
+    """Return whether a process may say where its threads are."""
+    return look.host == here() and look.state not in ("gone", "stopped")
+
+
+def _ask(page: Path) -> bool:
+    """Ask a process for its stacks; return whether that could be done."""
+    with suppress(OSError):
+        page.with_suffix(".stack").unlink(missing_ok=True)
+        ask = page.with_suffix(".ask")
+        os.close(os.open(ask, os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+        return True
+    return False
+
+
+def _with_stacks(look: Look, page: Path, deadline: float) -> Look:
     """Return the look with the stacks of the process's threads, as far as they can be had."""
-    if look.state == "gone" or look.host != here():
-        return look
-    text = "" if look.state else _asked(look.pid, page.with_suffix(".stack"))
+    stack = page.with_suffix(".stack")
+    while not stack.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    try:
+        text = _content(stack)[0].decode(errors="replace")
+    except OSError:
+        with suppress(OSError):
+            page.with_suffix(".ask").unlink(missing_ok=True)
+        text = _faults(look.pid, page.with_suffix(".fault"))
     return attrs.evolve(look, threads=tuple(_threads(text)))
 
 
-def _asked(pid: int, file: Path) -> str:
-    """Have a process write its stacks; return them, or "" where it does not."""
+def _faults(pid: int, file: Path) -> str:
+    """Have faulthandler write the stacks of a process whose other threads get no turn."""
     # The signal would end a process that does not handle it.
     if SIGNAL is None or not file.exists() or not _handles(pid):
         return ""
-    text = ""
+    text = b""
     with suppress(OSError):
-        os.truncate(file, 0)
+        written = len(_content(file)[0])
         os.kill(pid, SIGNAL)
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            before, text = text, file.read_text(errors="replace")
+            before, text = text, _content(file)[0][written:]
             if text and text == before:
                 break
-    return text
+    return text.decode(errors="replace")
 
 
 def _handles(pid: int) -> bool:

@@ -1,10 +1,13 @@
 """The page of a process: what it does, since when, and when it last moved.
 
-Every process of a run keeps two files in the run's folder `processes`, which others read
-(look.py) even when it hangs or is stopped:
+Every process of a run keeps files in the run's folder `processes`, which others read (look.py) even
+when it hangs or is stopped:
 
-    HOST-PID.page    the name of the process, and the notes of what it is about now
-    HOST-PID.stack   where faulthandler writes the Python stacks of its threads on SIGNAL
+    HOST-PID.page     the name of the process, and the notes of what it is about now
+    HOST-PID.ask      made by whoever wants its stacks; a thread of the process looks for it
+    HOST-PID.stack    the stacks of its threads, as that thread has written them
+    HOST-PID.fault    where faulthandler writes them on SIGNAL, if that thread has no turn: a call
+                      of C holds Python's lock then, so that no stack changes meanwhile
 
     with doing("reward 'slow', row 17"):    a note, until the body ends
         ...
@@ -24,8 +27,11 @@ import os
 import platform
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,8 +51,12 @@ NOTE = struct.Struct("<ddQ168s")
 """Since when, until when at most (inf: no limit), by time.monotonic; the thread; the text."""
 NOTES_AT = 1088
 """Where the first note begins."""
-MOST_NOTES = (4096 - NOTES_AT) // NOTE.size
 SIZE = 4096
+MOST_NOTES = (SIZE - NOTES_AT) // NOTE.size
+PEERS = "other ranks"
+"""The note of a process that waits for others of its group, without blame."""
+LOOK_S = 0.5
+"""Seconds between two looks for a question."""
 
 
 @attrs.define(eq=False)
@@ -61,24 +71,41 @@ class Page:
     """The page of this process."""
 
     def __init__(self, folder: Path, name: str):
-        folder.mkdir(parents=True, exist_ok=True)
+        # Others could have this user's processes signalled by what they put there.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
-        self.pid = os.getpid()
-        self.file = page_of(folder, self.pid)
-        self._stack = self.file.with_suffix(".stack")
+        self.file = page_of(folder, os.getpid())
         self._notes: list[_Note] = []
         self._lock = threading.Lock()
-
-        write_page(self.file, self.pid, name)
-        with self.file.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), SIZE)
-        self.moved()
-        # Somebody else's handler is left alone: the page then has no stacks.
+        self._over = threading.Event()
         self._output: Any = None
-        if SIGNAL is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL:
-            # To append, so that a reader may empty it.
-            self._output = self._stack.open("ab")
-            faulthandler.register(SIGNAL, self._output, all_threads=True)
+        try:
+            write_page(self.file, os.getpid(), name)
+            with self.file.open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), SIZE)
+            # Somebody else's handler is left alone.
+            if SIGNAL is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL:
+                self._output = self.file.with_suffix(".fault").open("ab")
+                faulthandler.register(SIGNAL, self._output, all_threads=True)
+        except OSError:
+            self.close()  # a page that is never written again would say that nothing moves
+            raise
+        self.moved()
+        threading.Thread(target=self._answer, daemon=True, name="stacks").start()
+
+    def _answer(self) -> None:
+        """Write the stacks of all threads when somebody asks. Runs in a thread of its own."""
+        ask, stack = (self.file.with_suffix(end) for end in (".ask", ".stack"))
+        while not self._over.wait(LOOK_S):
+            with suppress(OSError):
+                # A program that takes the signal for itself later must not get ours.
+                if SIGNAL is not None and signal.getsignal(SIGNAL) != signal.SIG_DFL:
+                    self.file.with_suffix(".fault").unlink(missing_ok=True)
+                if ask.exists():
+                    partial = stack.with_suffix(".partial")
+                    partial.write_text(all_stacks())
+                    partial.replace(stack)
+                    ask.unlink()
 
     def moved(self) -> None:
         """Note that this process goes on with what it does."""
@@ -101,8 +128,10 @@ class Page:
 
     def _write(self, first: int) -> None:
         """Write the notes from `first` on, and that this process has moved."""
-        for at in range(first, min(len(self._notes), MOST_NOTES)):
-            note = self._notes[at]
+        # Where there are too many, the newest are shown.
+        skipped = max(len(self._notes) - MOST_NOTES, 0)
+        for at in range(0 if skipped else first, min(len(self._notes), MOST_NOTES)):
+            note = self._notes[skipped + at]
             # Cut at a character's end.
             text = note.text.encode(errors="replace")[:168].decode(errors="ignore").encode()
             place = NOTES_AT + at * NOTE.size
@@ -122,13 +151,28 @@ class Page:
 
     def close(self) -> None:
         """Remove the files."""
+        self._over.set()
         if self._output is not None:
             assert SIGNAL is not None
             faulthandler.unregister(SIGNAL)
             self._output.close()
-        with suppress(OSError):
-            self.file.unlink(missing_ok=True)
-            self._stack.unlink(missing_ok=True)
+        for end in (".page", ".ask", ".stack", ".fault"):
+            with suppress(OSError):
+                self.file.with_suffix(end).unlink(missing_ok=True)
+
+
+def all_stacks() -> str:
+    """Return the stacks of this process's other threads, as faulthandler writes them."""
+    main, mine = threading.main_thread().ident, threading.get_ident()
+    lines = []
+    # The main one is the last, as that which got a signal is.
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda one: one[0] == main):
+        if ident == mine:
+            continue
+        lines.append(f"Thread {ident:#x} (most recent call first):")
+        for one in reversed(traceback.extract_stack(frame)):
+            lines.append(f'  File "{one.filename}", line {one.lineno} in {one.name}')
+    return "\n".join(lines) + "\n"
 
 
 def page_of(folder: Path, pid: int) -> Path:
@@ -138,7 +182,8 @@ def page_of(folder: Path, pid: int) -> Path:
 
 def write_page(file: Path, pid: int, name: str) -> None:
     """Write a page without notes; also for a process that keeps none itself."""
-    head = json.dumps({"name": name, "pid": pid, "host": platform.node(), "born": born(pid)})
+    fields = {"name": name, "pid": pid, "host": platform.node(), "born": born(pid)}
+    head = json.dumps({**fields, "parent": os.getppid() if pid == os.getpid() else 0})
     content = bytearray(SIZE)
     # ASCII, so that a cut leaves no half character; names are far shorter.
     content[: len(head)] = head.encode("ascii")[:HEAD]
@@ -150,10 +195,15 @@ def born(pid: int) -> str:
     """Return a mark by which another process of the same number is told apart; "": unknown."""
     try:
         # The name in parentheses may have spaces itself.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
-        return ""
-    return fields[19]
+        return "" if Path("/proc/self/stat").exists() else said_by_ps(pid, "lstart")
+
+
+def said_by_ps(pid: int, field: str) -> str:
+    """Return what the system's `ps` says of a process, where there is no /proc (macOS)."""
+    said = subprocess.run(["ps", "-o", f"{field}=", "-p", str(pid)], capture_output=True, text=True)
+    return said.stdout.strip()
 
 
 _page: Page | None = None

@@ -72,8 +72,8 @@ class Exchange:
             """Wait for the oldest round in flight and unpack it."""
             nonlocal failure, held
             pending, oldest, size = under_way.pop(0)
-            received = pending.wait()
-            page.moved()
+            with page.doing(page.PEERS):
+                received = pending.wait()
             try:
                 if failure is None:
                     for sender, message in oldest.receives.items():

@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.core.contracts.rollout import RolloutEngine, engine_settings
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.plugins import registry
+from hybridflow.core.processes.page import doing
 from hybridflow.core.values.model import ModelSpec
 
 
@@ -32,7 +33,8 @@ def start_engine(engine: RolloutEngine) -> None:
     timer.daemon = True
     timer.start()
     try:
-        engine.start()
+        with doing("the engine's start", seconds):
+            engine.start()
     finally:
         timer.cancel()
 

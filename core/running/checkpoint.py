@@ -1,4 +1,4 @@
-"""Checkpoints: each is complete or absent, and the newest few are kept.
+"""Checkpoints: each is complete or absent, and the newest few are kept, and the best.
 
 A checkpoint is written to partial-step-N and renamed when it is complete:
 
@@ -15,14 +15,15 @@ A checkpoint is written to partial-step-N and renamed when it is complete:
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hybridflow.core.errors import CheckpointError, DamagedError, WorkerDied
+from hybridflow.core.errors import CheckpointError, DamagedError
 from hybridflow.core.processes.page import moved
 from hybridflow.core.values.files import CHECKPOINTS
 from hybridflow.core.values.sealed import flush_file, read_sealed, write_sealed
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from hybridflow.core.job.job import Job
 
 PREFIX = "step-"
+PARTIAL = "partial-"
+"""Prefix of the name of a checkpoint that is being written."""
 DAMAGED = "damaged-"
 """Prefix of the name of a checkpoint that was found damaged."""
 STATE = "state.json"
@@ -82,11 +85,32 @@ class State:
 
 
 @attrs.frozen
+class Best:
+    """Which checkpoints are kept for their validation: the `count` best by a metric."""
+
+    count: int
+    metric: str
+    highest: bool
+    """Whether the highest values are the best ones."""
+
+    def steps(self, validations: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps of the best validations, the best first; of equal ones the earliest."""
+        sign = -1 if self.highest else 1
+        values = [
+            (sign * metrics[self.metric], step)
+            for step, metrics in validations.items()
+            if step > 0 and not math.isnan(metrics.get(self.metric, math.nan))
+        ]
+        return [step for _, step in sorted(values)[: self.count]]
+
+
+@attrs.frozen
 class Checkpoints:
-    """The checkpoints of a run in `folder`, of which the newest `keep` are kept."""
+    """The checkpoints of a run in `folder`: the newest `keep` are kept, and the best."""
 
     folder: Path
     keep: int
+    best: Best = Best(0, "", True)
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, in order."""
@@ -107,58 +131,52 @@ class Checkpoints:
         """Return the folder of the checkpoint of `step`, which may not exist."""
         return self.folder / f"{PREFIX}{step:08d}"
 
-    def write(self, state: State, save: Callable[[Path], Ahead | None]) -> Path:
-        """Write `state`, and the models by `save(folder)`; return the checkpoint's folder.
+    def begin(self, step: int) -> Path:
+        """Return the folder in which the checkpoint of a step is to be written, empty."""
+        # One is written at a time: others were left by a process that was killed.
+        for left in self.folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        partial = self.folder / f"{PARTIAL}{self.path(step).name}"
+        partial.mkdir(parents=True)
+        return partial
 
-        save: returns what it has written of the step after.
-
-        After a failure earlier checkpoints are unchanged. Raises CheckpointError with the cause (a
-        full disk, say), and WorkerDied if a worker died while it wrote.
-        """
-        final = self.path(state.step)
-        partial = final.with_name(f"partial-{final.name}")
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            ahead = save(partial)
-            self._complete(attrs.evolve(state, ahead=ahead), partial)
-
-            # A rename is all or nothing. One of the same step, from before a restart, makes way.
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            flush_file(self.folder)
-        except WorkerDied:  # the job starts again, from the checkpoint before
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        except Exception as error:
-            # The cause may be a full disk, so the incomplete one is removed at once.
-            shutil.rmtree(partial, ignore_errors=True)
-            steps = self.steps()
-            earlier = "there is no earlier one"
-            if steps:
-                earlier = f"the checkpoint of step {steps[-1]} is complete"
-            raise CheckpointError(
-                f"the checkpoint of step {state.step} could not be written to {self.folder}: "
-                f"{error}; {earlier}. Mend that (free disk space, say) or change run.folder, and "
-                "go on with --resume"
-            ) from error
-
-        # Older ones are removed only when the new one is complete.
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old), ignore_errors=True)
-        return final
-
-    def _complete(self, state: State, folder: Path) -> None:
-        """Write the state into a folder, after all other files have reached the disk."""
-        for path in folder.rglob("*"):
+    def complete(self, state: State, partial: Path) -> None:
+        """Complete a checkpoint whose models are in the folder of `begin`; remove older ones."""
+        for path in partial.rglob("*"):
             flush_file(path)
             moved()
         fields = attrs.asdict(state)
         if state.ahead is None:
             del fields["ahead"]
         number = FORMAT if state.ahead is None else WITH_AHEAD
-        write_sealed(folder / STATE, {"format": number, **fields})
+        write_sealed(partial / STATE, {"format": number, **fields})
+
+        # A rename is all or nothing. One of the same step, from before a restart, makes way.
+        final = self.path(state.step)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        flush_file(self.folder)
+
+        # Older ones are removed only when the new one is complete.
+        best = self.best.steps(state.validations)
+        for old in self.steps()[: -self.keep]:
+            if old not in best:
+                shutil.rmtree(self.path(old), ignore_errors=True)
+
+    def failure(self, step: int, error: Exception) -> CheckpointError:
+        """Return the error for a checkpoint that could not be written; the others stand."""
+        # The cause may be a full disk, so the incomplete one is removed at once.
+        shutil.rmtree(self.folder / f"{PARTIAL}{self.path(step).name}", ignore_errors=True)
+        steps = self.steps()
+        earlier = "there is no earlier one"
+        if steps:
+            earlier = f"the checkpoint of step {steps[-1]} is complete"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
+            f"{earlier}. Mend that (free disk space, say) or change run.folder, and go on with "
+            "--resume"
+        )
 
     def read(self, step: int) -> State:
         """Return the `state` that was passed to `write`.
@@ -197,4 +215,6 @@ class Checkpoints:
 
 def checkpoints_of(job: Job) -> Checkpoints:
     """Return the checkpoints in the run's folder."""
-    return Checkpoints(job.folder / CHECKPOINTS, job.run.keep_checkpoints)
+    run = job.run
+    best = Best(run.keep_best, run.best_metric, run.best_is == "highest")
+    return Checkpoints(job.folder / CHECKPOINTS, run.keep_checkpoints, best)

@@ -112,6 +112,7 @@ class StopSignal:
     def __exit__(self, *error: Any) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+            self._before = None
 
     def begin(self) -> None:
         """From now on there is a step to end. Raises StopRequested if a stop was asked for."""

@@ -208,8 +208,7 @@ class Session:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with page.doing("the end of the processes"):
-            self.runtime.shutdown()
+        self.runtime.shutdown()
 
     def _start(self) -> None:
         """Start the runtime, the pools, the tasks' workers and the models."""
@@ -391,10 +390,22 @@ class Session:
     # --- state: all groups are called before the first result is waited for ---
 
     def save(self, folder: Path) -> None:
-        """Write the weights and optimizers of the trained roles, a folder per role."""
+        """Write the weights and optimizers of the trained roles, a folder per role.
+
+        They may change from then on, and the files be complete later (see `saved`).
+        """
         path = folder.absolute()
         for future in [group.save(str(path / name)) for name, group in self.trained.items()]:
             future.result()
+
+    def saved(self, wait: bool) -> Callable[[], bool]:
+        """Ask whether all that the last `save` began is on the disk, or wait for that.
+
+        The call returns at once, with what returns the answer. That raises where it could not be
+        written.
+        """
+        futures = [group.saved(wait) for group in self.trained.values()]
+        return lambda: all([all(future.result()) for future in futures])
 
     def load(self, folder: Path) -> None:
         """Load the files of `save`."""

@@ -7,21 +7,23 @@
       -> run.hang: nothing, or what stands still is killed, or the run ends
 
 Without a call at work it is the controller's own page that counts: under the runtime `inline`, and
-where a tracker or a hook hangs.
+where a tracker or a hook hangs. Nothing is ended before the first step, nor once the run leaves its
+loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
-import platform
+import re
 import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +33,28 @@ from hybridflow.core.contracts.runtime import Label, Process, Runtime
 from hybridflow.core.errors import HangError, WorkerDied
 from hybridflow.core.job.sections import RunSection
 from hybridflow.core.processes import page
-from hybridflow.core.processes.look import Frame, Look, Note, Thread
+from hybridflow.core.processes.look import ANSWER_S, Frame, Look, Note, Thread, here
 from hybridflow.core.running.folder import StopSignal
 from hybridflow.core.values.files import PROCESSES
 
 LOOK_S = 2.0
-"""Seconds between two looks, at most; a tenth of run.patience_s where that is less."""
+"""Seconds between two looks, at most; a tenth of run.patience_s where that is less. A look that
+takes long, on a large cluster, is followed by ten times as long without one."""
 TIMES = 3.0
 """What has stood still, and went on, may stand still for so many times as long."""
-START_TIMES = 10.0
-"""Before the first step what stands still is ended after so many times run.patience_s alone: a
-large model may take long to load."""
 LONGEST_S = 3600.0
 """Seconds after which what still stands is told again, at most."""
 INTERRUPT_S = 60.0
-"""Seconds that the controller may take to end its processes, once it is told to."""
+"""Seconds that the controller may take to leave what it does, once it is told to; it is told again
+every AGAIN_S."""
+AGAIN_S = 5.0
 LOST_S = 15.0
 """Seconds that it may take to see by itself that a part of the runtime is gone."""
 OURS = Path(page.__file__).parents[2]
 """The folder of this package."""
+
+Key = tuple[Process, Label]
+Places = dict[tuple[str, int] | None, Look]
 
 
 class Hung(KeyboardInterrupt):
@@ -87,23 +92,28 @@ class Watchdog:
         runtime: Runtime,
         say: Callable[[str], None],
         stop: StopSignal,
-        step: Callable[[], int] = lambda: 0,
     ):
-        """step: the number of completed steps."""
         self.section = section
         self.folder = folder
         self.pages = folder.absolute() / PROCESSES
         self.runtime = runtime
-        self.say = say
         self.stop = stop
-        self.step = step
-        self.begun = False
-        """Whether the first step has begun."""
+        self.step: Callable[[], int] = lambda: 0
+        """The number of completed steps."""
+        self._told = say
+        self._acts = False
+        """Whether anything may be ended."""
+        self._acting = threading.Lock()
         self._seen: dict[Any, _Still] = {}
         self._longest: dict[str, float] = {}
         """Kind -> the longest time that such a process stood still and then moved."""
-        self._error: Exception | None = None
+        self._killed: set[tuple[str, int]] = set()
+        self._interruption: tuple[Hung, Exception] | None = None
+        """What was raised in the main thread, and the error that it stands for."""
         self._lost_since: float | None = None
+        self._took_s = 0.0
+        """How long it took to look at all processes."""
+        self._failed: set[str] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
         self._before: str | None = None
@@ -117,98 +127,129 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._over.set()
-        self._thread.join(INTERRUPT_S)
+        self._leave()
         page.end()
         if self._before is None:
             os.environ.pop(page.FOLDER, None)
         else:
             os.environ[page.FOLDER] = self._before
         shutil.rmtree(self.pages, ignore_errors=True)  # also those of processes that were killed
-        if error is not None and self._error is not None:
-            raise self._error from error
+        if self._interruption is not None and self._interruption[0] in _chain(error):
+            raise self._interruption[1] from error
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Leave the run's processes alone after the body, when they are ended."""
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def begin(self) -> None:
+        """From now on what stands still may be ended: the first step begins."""
+        self._acts = True
+
+    def _leave(self) -> None:
+        """End the thread: from here on nothing is ended, and the runtime may be."""
+        with self._acting:
+            self._acts = False
+        self._over.set()
+        self._thread.join(2 * ANSWER_S)
+
+    def say(self, text: str) -> None:
+        """Tell the user, if that can be done: a full disk must not keep this thread from acting."""
+        with contextlib.suppress(Exception, SystemExit):
+            self._told(text)
 
     # --- looking ---
 
     def _run(self) -> None:
         every = min(LOOK_S, self.section.patience_s / 10)
-        while not self._over.wait(every):
+        while not self._over.wait(max(every, 10 * self._took_s)):
+            self._took_s = 0.0
             try:
                 self.look()
-            except Exception:
-                # What goes wrong here is no reason for a run to end.
-                self.say(f"the watchdog fails: {traceback.format_exc()}")
-                return
+            except Exception as error:
+                # What goes wrong here is no reason for a run to end, nor to look no more.
+                if (text := f"{type(error).__name__}: {error}") not in self._failed:
+                    self._failed.add(text)
+                    self.say(f"the watchdog could not look: {traceback.format_exc()}")
 
     def look(self) -> None:
         """Look once; tell of what stands still, and do what run.hang says."""
-        if self._error is not None:
-            return
+        now = time.monotonic()
         if (lost := self.runtime.lost()) is not None:
-            self._end_if_it_waits(lost)
+            self._end_if_it_waits(lost, now)
             return
 
-        now = time.monotonic()
         at_work = list(self.runtime.at_work())
         before, self._seen = self._seen, {}
         if not at_work:
             self._look_here(before, now)
-            self._went_on(before)
+            self._ended(before)
             return
 
         for process, label in at_work:
             kind = f"{label.role}/{label.phase}"
-            known = before.get((process, label))
-            self._seen[process, label] = known or _Still(kind, now)
-            before.pop((process, label), None)
-        self._went_on(before)
+            self._seen[process, label] = before.pop((process, label), _Still(kind, now))
+        self._ended(before)
 
         # Only what is at work for long is looked at: it may be on another machine.
         old = [key for key, one in self._seen.items() if now - one.since > self._limit(one) / 2]
         if not old:
             return
-        every = self.runtime.look(self.pages)
-        by_place: dict[tuple[str, int] | None, Look] = {look.place: look for look in every}
-        still = [key for key in old if self._is_still(key, by_place.get(key[0].place), now)]
-        if still:
+        places = self._places()
+        still = [key for key in old if self._is_still(key, places.get(key[0].place), now)]
+        # Its peers in the same call may wait for one that moves.
+        moving = {(_group(process), label) for process, label in self._seen.keys() - set(still)}
+        still = [key for key in still if (_group(key[0]), key[1]) not in moving]
+        if any(self._due(self._seen[key]) for key in still):
             self._tell(still)
+
+    def _places(self, stacks: bool = False) -> Places:
+        began = time.monotonic()
+        found: Places = {look.place: look for look in self.runtime.look(self.pages, stacks)}
+        if not stacks:
+            self._took_s = time.monotonic() - began
+        return found
 
     def _limit(self, one: _Still) -> float:
         """Return for how long a process may stand still."""
         return max(self.section.patience_s, TIMES * self._longest.get(one.kind, 0.0))
 
-    def _is_still(self, key: tuple[Process, Label], look: Look | None, now: float) -> bool:
+    def _is_still(self, key: Key, look: Look | None, now: float) -> bool:
         """Note for how long a process has not moved; return whether that is too long."""
         one = self._seen[key]
         at_it = now - one.since
         still_s = at_it if look is None else min(look.still_s, at_it)
-        self._moved(one, still_s)
+        if still_s < one.still_s:
+            self._went_on(one)
         one.still_s = still_s
         one.place = None if look is None else look.place
-        one.excused |= look is not None and bool(look.state)
+        one.excused |= look is not None and look.state == "stopped"
         return still_s > self._limit(one)
 
-    def _moved(self, one: _Still, still_s: float = 0.0) -> None:
-        """Note that a process has gone on, where it has."""
-        if still_s >= one.still_s:
-            return
+    def _went_on(self, one: _Still) -> None:
+        """Note that a process has moved after it stood still."""
         if not one.excused:
             self._longest[one.kind] = max(self._longest.get(one.kind, 0.0), one.still_s)
         if one.told_s:
             self.say(f"{one.kind} goes on, after {one.still_s:.0f} s")
             one.told_s = 0.0
 
-    def _went_on(self, ended: dict[Any, _Still]) -> None:
-        """Note what is no longer waited for: its call has ended, or its process."""
-        told = [one for one in ended.values() if one.told_s]
-        alive = {}
-        if told:
-            alive = {look.place: look for look in self.runtime.look(self.pages)}
-        for one in ended.values():
-            look = alive.get(one.place) if one.place else None
-            if one in told and (look is None or look.state or one is not told[0]):
-                one.told_s = 0.0  # it is gone, or is told of with another rank
-            self._moved(one)
+    def _ended(self, ended: Mapping[Any, _Still]) -> None:
+        """Learn from what is no longer waited for, where its process has not ended."""
+        long = [one for one in ended.values() if TIMES * one.still_s > self.section.patience_s]
+        places = self._places() if long else {}
+        told = set()
+        for one in long:
+            look = places.get(one.place)
+            if look is None or look.state or look.place in self._killed:
+                continue
+            if one.kind in told:
+                one.told_s = 0.0  # once for all ranks of a call
+            told.add(one.kind)
+            self._went_on(one)
 
     def _look_here(self, before: dict[Any, _Still], now: float) -> None:
         """Look at the controller itself."""
@@ -216,21 +257,27 @@ class Watchdog:
         notes = [] if own is None else own.notes
         if own is None or not notes:
             return
-        key = "controller"
-        one = before.pop(key, None)
-        if one is None or one.kind != notes[0].text:
-            if one is not None:
-                self._went_on({key: one})
-            one = _Still(notes[0].text, now, place=(platform.node(), os.getpid()))
-        self._seen[key] = one
-        still_s = now - own.moved_at
-        self._moved(one, still_s)
+        # Which step it is, say, makes no other kind.
+        kind = re.sub(r"\d+", "N", notes[0].text)
+        one = before.pop("controller", None)
+        if one is None or one.kind != kind:
+            # For the first time: the call that it waited for may have ended a moment ago.
+            one = _Still(kind, now, place=(here(), os.getpid()))
+        self._seen["controller"] = one
+        moved_at = own.moved_at
+        still_s = min(now - moved_at, now - one.since)
+        if still_s < one.still_s:
+            self._went_on(one)
         one.still_s = still_s
-        if still_s > self._limit(one) and still_s > 2 * one.told_s:
-            one.told_s = still_s
-            look = self._own_look(own, now)
-            stopped = [other for other in self.runtime.look(self.pages) if other.state == "stopped"]
-            self._conclude(stopped or [look], [look] if stopped else [], one.kind, still_s)
+        if still_s <= self._limit(one) or not self._due(one):
+            return
+        one.told_s = still_s
+        look = self._own_look(own, now)
+        stopped = [other for other in self._places().values() if other.state == "stopped"]
+        at_fault, peers = (stopped, [look]) if stopped else ([look], [])
+        self._conclude(
+            at_fault, peers, [look], notes[0].text, still_s, lambda: own.moved_at == moved_at
+        )
 
     def _own_look(self, own: page.Page, now: float) -> Look:
         """Return this process, with the stacks of its threads."""
@@ -243,122 +290,164 @@ class Watchdog:
             frames = [Frame(one.filename, one.lineno or 0, one.name) for one in reversed(stack)]
             threads.append(Thread(ident, tuple(frames)))
         return Look(
-            "controller", os.getpid(), platform.node(), "", 0.0, tuple(notes), tuple(threads)
+            "controller", os.getpid(), here(), "", 0.0, tuple(notes), threads=tuple(threads)
         )
 
     # --- telling, and acting ---
 
-    def _tell(self, still: Sequence[tuple[Process, Label]]) -> None:
-        """Tell of processes that stand still, each call in a line, unless that was just told."""
-        due = [key for key in still if self._due(self._seen[key])]
-        if not due:
-            return
-        every = self.runtime.look(self.pages, stacks=True)
-        by_place: dict[tuple[str, int] | None, Look] = {look.place: look for look in every}
-        looks = {key: by_place.get(key[0].place) or _not_started(key[0]) for key in still}
+    def _tell(self, still: Sequence[Key]) -> None:
+        """Tell of processes that stand still, and end them by setting."""
+        places = self._places(stacks=True)
+        looks = {key: places.get(key[0].place) or _unseen(key[0]) for key in still}
 
-        # Those that wait for others are told of, and are not at fault; nor is anybody where these
-        # others move.
-        waiting = [key for key in still if _waits(looks[key])]
-        moving = {_group(process) for process, _ in self._seen.keys() - set(still)}
-        if waiting == list(still) and all(_group(process) in moving for process, _ in waiting):
-            return
-
-        # One that is stopped is reason enough for all the others. Engines have pages too.
-        places = {process.place for process, _ in still}
-        at_fault = [look for look in every if look.state == "stopped"]
+        # Those that wait for others are told of, and are not at fault: for one that is stopped, for
+        # their engine, for other ranks.
+        at_fault = [look for look in places.values() if look.state == "stopped"]
         if not at_fault:
-            at_fault = [looks[key] for key in still if key not in waiting]
-            at_fault += [
+            blamed = [look for look in looks.values() if not _waits(look)]
+            engines = [
                 look
-                for look in every
-                if look.place not in places
-                and look.name != "controller"
-                and look.notes
+                for look in places.values()
+                if any((look.host, look.parent) == rank.place for rank in blamed)
+                and look.present
+                and not look.state
                 and look.still_s > self.section.patience_s
             ]
-        peers = {key: looks[key] for key in still if looks[key] not in at_fault}
+            held_up = {(engine.host, engine.parent) for engine in engines}
+            at_fault = [look for look in blamed if look.place not in held_up] + engines
+        peers = [look for look in looks.values() if look not in at_fault]
         for key in still:
-            self._seen[key].excused |= key in peers
-        for key in due:
+            self._seen[key].excused |= looks[key] in peers
             self._seen[key].told_s = self._seen[key].still_s
-        kinds = dict.fromkeys(self._seen[key].kind for key in due)
-        seconds = max(self._seen[key].still_s for key in due)
-        self._conclude(at_fault, list(peers.values()), ", ".join(kinds), seconds)
+
+        kinds = ", ".join(dict.fromkeys(self._seen[key].kind for key in still))
+        seconds = max(self._seen[key].still_s for key in still)
+
+        def holds() -> bool:
+            return self._still_stand(looks)
+
+        self._conclude(at_fault, peers, list(looks.values()), kinds, seconds, holds)
+
+    def _still_stand(self, looks: Mapping[Key, Look]) -> bool:
+        """Return whether none of these has moved since it was looked at, nor has its call ended."""
+        at_work = set(self.runtime.at_work())
+        places = self._places()
+        for key, before in looks.items():
+            look = places.get(key[0].place)
+            if key not in at_work or (look is not None and look.still_s < before.still_s):
+                return False
+        return True
 
     def _due(self, one: _Still) -> bool:
         return one.still_s > min(2 * one.told_s, one.told_s + LONGEST_S)
 
     def _conclude(
-        self, at_fault: Sequence[Look], peers: Sequence[Look], kind: str, seconds: float
+        self,
+        at_fault: Sequence[Look],
+        peers: Sequence[Look],
+        waited_for: Sequence[Look],
+        kind: str,
+        seconds: float,
+        holds: Callable[[], bool],
     ) -> None:
         """Tell who stands still, and do what run.hang says.
 
-        peers: those that wait for others in a collective call.
+        peers: those that wait for others. waited_for: the processes that the controller waits for.
+        holds: whether it is still so: the stacks took a while.
         """
-        looks = at_fault or peers
-        limits = [look.notes[-1].left_s for look in looks if look.notes and not look.state]
-        by_itself = len(limits) == len(looks) and all(0 < left < math.inf for left in limits)
-        early = not self.begun and seconds < START_TIMES * self.section.patience_s
-        then = 'It is left alone (run.hang = "say")'
+        if not holds():
+            return
+        hang = self.section.hang
+        limits = [look.present[-1].left_s for look in waited_for if look.present]
+        stopped = any(look.state == "stopped" for look in at_fault)
+        by_itself = len(limits) == len(waited_for) and all(left < math.inf for left in limits)
         acts = False
-        if self.section.hang != "say" and by_itself:
-            then = "It is left to its own limit"
-        elif self.section.hang != "say" and early:
-            then = "It is left alone for now: a model may take long to load"
-        elif self.section.hang == "restart":
-            then, acts = 'It is ended now (run.hang = "restart")', True
-        elif self.section.hang == "end":
-            then, acts = 'The run ends now (run.hang = "end")', True
+        then = 'It is left alone (run.hang = "say")'
+        if hang != "say":
+            if not self._acts:
+                then = "It is left alone before the first step"
+            elif by_itself and not stopped:
+                then = "It is left to its own limit"
+            elif not all(look.pid for look in waited_for):
+                then = "It is left alone, as it does not say what it does"
+            else:
+                acts = True
+                what = "It is ended" if hang == "restart" else "The run ends"
+                then = f'{what} now (run.hang = "{hang}")'
 
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        said = _in_words(at_fault, peers)
         self.say(
             f"step {self.step() + 1} waits for {kind}, in which nothing has moved since {since} "
-            f"({seconds:.0f} s): {_in_words(at_fault, peers)}. {then}. All stacks: hybridflow "
-            f"stacks {self.folder}"
+            f"({seconds:.0f} s): {said}. {then}. All stacks: hybridflow stacks {self.folder}"
         )
-        if acts and self.section.hang == "end":
-            self._interrupt(
-                HangError(
-                    f"{_in_words(at_fault, peers)}; the run has ended by run.hang, and --resume "
-                    "goes on from its newest checkpoint"
-                )
-            )
-        elif acts:
-            self._kill(looks)
+        with self._acting:
+            if acts and self._acts:
+                self._act(at_fault or peers, said)
 
-    def _kill(self, looks: Sequence[Look]) -> None:
-        """End processes, as if they had died; interrupt the controller where it is the only one."""
-        here = (platform.node(), os.getpid())
-        others = [look for look in looks if look.pid and look.place != here]
+    def _act(self, looks: Sequence[Look], said: str) -> None:
+        """End processes as if they had died, or the run; called with `_acting`."""
+        if self.section.hang == "end":
+            text = "the run has ended by run.hang, and --resume goes on from its newest checkpoint"
+            self._interrupt(HangError(f"{said}; {text}"))
+            return
+        others = [look for look in looks if look.place != (here(), os.getpid())]
         for look in others:
-            self.runtime.kill(look.place)
-        if not others:
-            said = _in_words(looks, [])
+            self._killed.add(look.place)
+            self.runtime.kill(look)
+        if not others:  # the controller is the only one
             self._interrupt(WorkerDied(said, role="?", phase="?", rank=None))
 
-    def _end_if_it_waits(self, lost: str) -> None:
+    def _end_if_it_waits(self, lost: str, now: float) -> None:
         """End the run where a part of the runtime is gone, unless the controller notices itself."""
-        now = time.monotonic()
         self._lost_since = self._lost_since or now
-        if now - self._lost_since > LOST_S:
-            self._interrupt(WorkerDied(lost, role="?", phase="?", rank=None))
+        with self._acting:
+            if self._acts and now - self._lost_since > LOST_S and self._interruption is None:
+                self._interrupt(WorkerDied(lost, role="?", phase="?", rank=None))
 
     def _interrupt(self, error: Exception) -> None:
-        """Raise an error in the controller; end the process where nothing can interrupt it."""
-        self._error = error
-        if not self.stop.fail(Hung()):
+        """Raise an error in the controller; called with `_acting`."""
+        hung = Hung()
+        if not self.stop.fail(hung):
             self.say(f"{error}; the run is in no main thread, so that it cannot be ended from here")
             return
-        if self._over.wait(INTERRUPT_S):
-            return
-        self.say(f"{error}; the controller itself does not react either: its process ends")
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(1)
+        self._interruption = (hung, error)
+        threading.Thread(target=self._insist, args=(hung, error), daemon=True).start()
+
+    def _insist(self, hung: Hung, error: Exception) -> None:
+        """Interrupt again and again; end the process where nothing can interrupt it."""
+        own = page.own()
+        moved_at = None if own is None else own.moved_at
+        deadline = time.monotonic() + INTERRUPT_S
+        while not self._over.wait(min(AGAIN_S, INTERRUPT_S)):
+            if own is not None and own.moved_at != moved_at:
+                self.say(f"{error}; yet it goes on: something has taken the interruption")
+                self._interruption = None
+                return
+            if time.monotonic() < deadline:
+                with self._acting:
+                    if self._acts:
+                        self.stop.fail(hung)
+                continue
+            self.say(f"{error}; the controller itself does not react either: its process ends")
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(1)
 
 
-def _not_started(process: Process) -> Look:
-    return Look(f"rank {process.rank} of pool {process.pool.name!r}", 0, "", "", 0.0)
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those in whose course it came."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _unseen(process: Process) -> Look:
+    """Return what is known of a process that does not say what it does."""
+    name = f"rank {process.rank} of pool {process.pool.name!r}"
+    if process.place is None:
+        return Look(name, 0, "", "", 0.0)
+    host, pid = process.place
+    return Look(f"{name} (pid {pid} on {host})", 0, host, "", 0.0)
 
 
 def _group(process: Process) -> tuple[str, tuple[int, ...]]:
@@ -379,21 +468,22 @@ def _in_words(at_fault: Sequence[Look], peers: Sequence[Look]) -> str:
         more = f" and {len(peers) - 4} more" if len(peers) > 4 else ""
         verb = "waits" if len(peers) == 1 else "wait"
         for_whom = "other ranks" if not at_fault else "it" if len(at_fault) == 1 else "them"
-        parts.append(f"{names}{more} {verb} for {for_whom} ({_collective(peers[0])})")
+        about = _collective(peers[0]) or (peers[0].present[-1].text if peers[0].present else "")
+        parts.append(f"{names}{more} {verb} for {for_whom}{f' ({about})' if about else ''}")
     return "; ".join(parts)
 
 
 def described(look: Look) -> str:
     """Return what a process does, in words."""
     if not look.pid:
-        return f"{look.name} has not started"
+        return f"{look.name} {'says nothing of what it does' if look.host else 'has not started'}"
     if look.state == "gone":
         return f"{look.where} is gone"
     if look.state == "stopped":
         return f"{look.where} is stopped (SIGSTOP); kill -CONT {look.pid} lets it go on"
     # Each thread is at the innermost of its notes; a thread of a user's code is often not the main
     # one, which waits for it.
-    innermost = {note.thread: note for note in look.notes}
+    innermost = {note.thread: note for note in look.present}
     parts = [f"at {_noted(note, look)}" for note in list(innermost.values())[-3:]]
     if not parts and look.thread is not None and (frame := place_of(look.thread)):
         parts = [f"in {frame.short}"]
@@ -423,17 +513,15 @@ def _is_library(file: str) -> bool:
 
 
 def _waits(look: Look) -> bool:
-    """Return whether a process waits for other ranks in a collective call."""
-    return not look.state and look.thread is not None and bool(_peers_call(look.thread))
-
-
-def _peers_call(thread: Thread) -> str:
-    """Return the name of the collective call that a thread is in; "": none."""
-    calls = [frame.function for frame in thread.frames if "torch/distributed/" in frame.file]
-    named = [call for call in calls if call != "wrapper"]  # torch's decorators
-    return named[-1] if named else ""
+    """Return whether a process waits for other ranks, in a collective call say."""
+    if look.state == "stopped" or not look.present:
+        return False
+    return look.present[-1].text == page.PEERS or bool(_collective(look))
 
 
 def _collective(look: Look) -> str:
-    call = _peers_call(look.thread) if look.thread is not None else ""
-    return call or (look.notes[-1].text if look.notes else "a collective call")
+    """Return the name of the collective call that a process is in; "": none."""
+    frames = () if look.thread is None else look.thread.frames
+    calls = [frame.function for frame in frames if "torch/distributed/" in frame.file]
+    named = [call for call in calls if call != "wrapper"]  # torch's decorators
+    return named[-1] if named else ""

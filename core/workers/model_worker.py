@@ -23,7 +23,7 @@ import torch
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import RolloutEngine, SamplingParams
-from hybridflow.core.contracts.training import PARTS, TrainingBackend, check_needs
+from hybridflow.core.contracts.training import PARTS, TrainingBackend, Writing, check_needs
 from hybridflow.core.contracts.worker import RankContext, register
 from hybridflow.core.errors import HybridFlowError, MismatchError, RewardError
 from hybridflow.core.job.job import ModelRole
@@ -113,6 +113,8 @@ class ModelWorker(OpensRows):
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
+        self._writing: Writing | None = None
+        """The last checkpoint's part of this rank."""
         self.published = Published()
         """Of the weights by which open rows were generated."""
         self.sync_peak = Peak()
@@ -467,10 +469,18 @@ class ModelWorker(OpensRows):
 
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint: weights and optimizer state."""
+        """Write this rank's part of a checkpoint: weights and optimizer state.
+
+        The files may be complete later (see `saved`).
+        """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        self._resident(*PARTS).save(path)
+        self._writing = self._resident(*PARTS).save(path)
+
+    @register(Protocol.ONE_TO_ALL)
+    def saved(self, wait: bool) -> bool:
+        """Return whether this rank's part of the last `save` is on the disk, or wait for that."""
+        return self._writing is None or self._writing.done(wait)
 
     @register(Protocol.ONE_TO_ALL)
     def load(self, folder: str) -> None:

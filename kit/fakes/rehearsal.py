@@ -206,7 +206,9 @@ class Rehearser:
         # Real files, of zeros.
         with tempfile.TemporaryDirectory() as folder, _alone():
             with self.phase(f"{name}: save"):
-                self.backend.save(Path(folder))
+                writing = self.backend.save(Path(folder))
+            if writing is not None:
+                writing.done(wait=True)
             with self.phase(f"{name}: load"):
                 self.backend.load(Path(folder))
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.processes.page import moved
 from hybridflow.kit.tensor_files import write_tensors
 
 FILE_BYTES = 5 * 10**9
@@ -74,6 +75,7 @@ class _Files:
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """Add a tensor to the open file; if it does not fit, that file is written first."""
+        moved()
         # A parameter that is larger than a file has one to itself.
         if self._tensors and self._held + values.nbytes > FILE_BYTES:
             self._write()

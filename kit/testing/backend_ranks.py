@@ -252,9 +252,11 @@ def _work(rank: int, task: Task) -> dict[str, Any]:
     if rank == 0:
         folder.mkdir()
     dist.barrier()
-    backend.save(folder)
-    dist.barrier()
+    writing = backend.save(folder)
     steps(backend, 2)
+    if writing is not None:
+        writing.done(wait=True)
+    dist.barrier()
     resumed = built(STEPS)
     resumed.load(folder)
     steps(resumed, 2)

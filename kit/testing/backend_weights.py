@@ -171,8 +171,11 @@ class BackendWeights(BackendBase):
         # The schedule still warms up when the checkpoint is written.
         uninterrupted = train(build(ref.spec, config), 2)
         (tmp_path / "saved").mkdir()
-        uninterrupted.save(tmp_path / "saved")
+        # What is written is the state as it was, although training goes on.
+        writing = uninterrupted.save(tmp_path / "saved")
         train(uninterrupted, 2)
+        if writing is not None:
+            writing.done(wait=True)
 
         resumed = build(ref.spec, config)
         resumed.load(tmp_path / "saved")

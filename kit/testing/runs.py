@@ -176,6 +176,7 @@ class TinyRun:
         """Write the run's state into a folder, as a checkpoint of the controller does."""
         # The models and pools write files of their own.
         self.session.save(folder)
+        self.session.saved(wait=True)()
         state = {
             "step": self.ctx.step,
             "algorithm": self.algorithm.state_dict(),

@@ -28,7 +28,10 @@ def test_derived_figures_are_those_of_the_config():
     assert "16 sequences per step and dp rank; 5 per optimizer step and dp rank" in found["actor"]
     assert "micro-batches of 16,384 tokens, packed, prompts shared; " in found["actor"]
     assert "frozen" in found["ref"] and "per optimizer step" not in found["ref"]
-    assert found["checkpoints"] == "every 20 steps, at the end; the newest 2 are kept"
+    assert (
+        found["checkpoints"]
+        == "every 20 steps, every 30 minutes, at the end; the newest 2 are kept"
+    )
     assert (
         found["validation"]
         == "validation: before the first step, every 20 steps (2 times), at the end"
@@ -64,7 +67,7 @@ def test_what_there_is_none_of_is_said():
     [first, second] = (
         dict(figures(job)) for job, _ in resolved("two.toml", "run.checkpoint_every=0")
     )
-    assert first["checkpoints"] == "at the end; the newest 2 are kept"
+    assert first["checkpoints"] == "every 30 minutes, at the end; the newest 2 are kept"
     assert (
         first["validation"] == "none" and "tokens per step, at most" not in first
     )  # nothing is generated

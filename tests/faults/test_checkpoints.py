@@ -64,7 +64,9 @@ def test_f3_where_all_are_damaged_each_is_named(trained, resume):
 # --- F4: a foreign checkpoint ran code ---
 
 
-@pytest.mark.parametrize("name", [".metadata", "index.json", "state.json", "largest"])
+@pytest.mark.parametrize(
+    "name", [".metadata", "index-00000-of-00001.json", "state.json", "largest"]
+)
 def test_f4_no_file_of_a_checkpoint_is_unpickled(trained, tiny, resume, name):
     code = pickle.dumps(Touches(tiny / "canary"))
     for checkpoint in (trained / "checkpoints").glob("step-*"):

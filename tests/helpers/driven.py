@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import attrs
 
-from hybridflow.core.controller import restore
+from hybridflow.core.controller import checkpoint, restore
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
+from hybridflow.core.running.saving import Saving
 from hybridflow.kit.testing.runs import TinyRun
+
+
+def write_checkpoint(run: Run, pages: Pages) -> None:
+    """A checkpoint of the present step, which is complete when this returns."""
+    saving = Saving(run)
+    checkpoint(run, pages, saving)
+    saving.finish()
 
 
 class Driven:

@@ -165,6 +165,7 @@ def save_after(
     saved = parameters(worker)
     for _ in range(more):
         worker.update(pairs)
+    assert worker.saved(wait=True)
     return {"saved": saved, "end": parameters(worker)}
 
 

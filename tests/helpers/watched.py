@@ -68,7 +68,10 @@ class WatchedRun:
 
     def ends(self, seconds: float = START_S) -> int:
         """Wait for its end; return the exit status."""
-        return self.process.wait(seconds)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end:\n{self.output}") from None
 
     @property
     def last_step(self) -> int:

@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from hybridflow.core.errors import CheckpointError, DamagedError
 from hybridflow.core.values.sealed import read_sealed, write_sealed
 from hybridflow.core.values.weights import Box
-from hybridflow.kit import checkpoint_files
-from hybridflow.kit.checkpoint_files import Index, PartReader, StatePart, write_parts
+from hybridflow.kit import checkpoint_saving
+from hybridflow.kit.checkpoint_files import Index, PartReader, StatePart
+from hybridflow.kit.checkpoint_saving import rank_writer
 
 WHOLE = torch.arange(24.0).view(6, 4)
+INDEX = "index-00000-of-00001.json"
 
 
 def written(folder: Path) -> Index:
@@ -30,19 +32,8 @@ def written(folder: Path) -> Index:
         StatePart("s", (), Box((), ()), torch.tensor(2.5)),
         StatePart("h", (3,), Box((0,), (3,)), torch.ones(3, dtype=torch.bfloat16)),
     ]
-    entries = {
-        part.entry: {
-            "shape": list(part.shape),
-            "dtype": str(part.values.dtype).removeprefix("torch."),
-            "parts": [],
-        }
-        for part in parts
-    }
-    for entry, place in write_parts(parts, folder, 3):
-        entries[entry]["parts"].append(place)
-    index = Index(9, entries)
-    index.write(folder)
-    return index
+    rank_writer().write(parts, folder, 0, 1, 9).done(wait=True)
+    return Index.read(folder)
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -63,7 +54,7 @@ def test_what_was_written_is_read(tmp_path):
 
 def test_the_files_are_safetensors_and_the_checksums_xxh3(tmp_path):
     index = written(tmp_path)
-    tensors = load_file(tmp_path / "rank-00003-0.safetensors")
+    tensors = load_file(tmp_path / "rank-00000-0.safetensors")
     assert torch.equal(tensors["w@2,0"], WHOLE[2:]) and tensors["s@"] == 2.5
     place = index.entries["w"]["parts"][1]
     assert place["sum"] == xxhash.xxh3_64_hexdigest(WHOLE[2:].numpy().tobytes())
@@ -78,13 +69,13 @@ def test_any_box_is_read_from_the_parts_that_it_meets(tmp_path):
 
 
 def test_a_file_holds_about_as_much_as_it_may(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 40)
+    monkeypatch.setattr(checkpoint_saving, "FILE_BYTES", 40)
     written(tmp_path)  # 32, 64, 4 and 6 bytes
     sizes = {
         path.name: sum(tensor.nbytes for tensor in load_file(path).values())
         for path in tmp_path.glob("*.safetensors")
     }
-    assert sizes == {f"rank-00003-{n}.safetensors": size for n, size in enumerate((32, 64, 10))}
+    assert sizes == {f"rank-00000-{n}.safetensors": size for n, size in enumerate((32, 64, 10))}
     assert torch.equal(read(tmp_path)["w"], WHOLE)
 
 
@@ -130,33 +121,82 @@ def test_no_changed_byte_is_taken_for_another_value(tmp_path):
 )
 def test_an_index_that_somebody_else_made_up_is_refused(tmp_path, change):
     written(tmp_path)
-    fields = read_sealed(tmp_path / "index.json")
+    fields = read_sealed(tmp_path / INDEX)
     change(fields["entries"]["w"])
-    write_sealed(tmp_path / "index.json", fields)
+    write_sealed(tmp_path / INDEX, fields)
     with pytest.raises(DamagedError, match="is not an index of a checkpoint"):
         Index.read(tmp_path)
 
 
 def test_an_index_with_a_part_less_is_damaged(tmp_path):
     written(tmp_path)
-    fields = read_sealed(tmp_path / "index.json")
+    fields = read_sealed(tmp_path / INDEX)
     fields["entries"]["w"]["parts"].pop()
-    write_sealed(tmp_path / "index.json", fields)
+    write_sealed(tmp_path / INDEX, fields)
     with pytest.raises(DamagedError, match="16 elements of w are in no file"):
         read(tmp_path)
 
 
+def two_ranks(folder: Path) -> None:
+    """The same, of two ranks."""
+    for rank, rows in enumerate((slice(0, 2), slice(2, 6))):
+        box = Box((rows.start, 0), (rows.stop, 4))
+        parts = [StatePart("w", (6, 4), box, WHOLE[rows])]
+        rank_writer().write(parts, folder, rank, 2, 9).done(wait=True)
+
+
+def test_the_indexes_of_all_ranks_make_one(tmp_path):
+    two_ranks(tmp_path)
+    assert torch.equal(read(tmp_path)["w"], WHOLE)
+    assert sorted(path.name for path in tmp_path.glob("index*")) == [
+        "index-00000-of-00002.json",
+        "index-00001-of-00002.json",
+    ]
+
+
+def test_without_the_index_of_a_rank_a_folder_is_not_complete(tmp_path):
+    with pytest.raises(DamagedError, match=r"has no index-\*\.json"):
+        Index.read(tmp_path)
+    two_ranks(tmp_path)
+    (tmp_path / "index-00001-of-00002.json").unlink()
+    with pytest.raises(DamagedError, match=r"has no index-00001-of-00002\.json"):
+        Index.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fields: fields.update(version=8), "index files of several checkpoints"),
+        (lambda fields: fields["entries"]["w"].update(dtype="float16"), "another shape or dtype"),
+    ],
+)
+def test_indexes_that_do_not_belong_together_are_refused(tmp_path, change, said):
+    two_ranks(tmp_path)
+    file = tmp_path / "index-00001-of-00002.json"
+    fields = read_sealed(file)
+    change(fields)
+    write_sealed(file, fields)
+    with pytest.raises(DamagedError, match=said):
+        Index.read(tmp_path)
+
+
+def test_indexes_of_one_and_of_two_ranks_are_not_of_one_checkpoint(tmp_path):
+    two_ranks(tmp_path)
+    with pytest.raises(DamagedError, match="index files of several checkpoints"):
+        written(tmp_path)
+
+
 def test_another_format_is_said(tmp_path):
     written(tmp_path)
-    write_sealed(tmp_path / "index.json", read_sealed(tmp_path / "index.json") | {"format": 7})
-    with pytest.raises(CheckpointError, match="has format 7, this reads 1"):
+    write_sealed(tmp_path / INDEX, read_sealed(tmp_path / INDEX) | {"format": 7})
+    with pytest.raises(CheckpointError, match="has format 7, this reads 2"):
         Index.read(tmp_path)
 
 
 def test_nothing_is_unpickled(tmp_path):
     canary = tmp_path / "canary"
     code = pickle.dumps(Touches(canary))
-    for name in ("index.json", "rank-00003-0.safetensors", ".metadata"):
+    for name in (INDEX, "rank-00000-0.safetensors", ".metadata"):
         folder = tmp_path / f"with {name}"
         folder.mkdir()
         written(folder)

@@ -9,10 +9,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from helpers.driven import Driven
+from helpers.driven import Driven, write_checkpoint
 
 from hybridflow.algorithms.grpo import GRPO
-from hybridflow.core.controller import checkpoint
 from hybridflow.core.errors import HybridFlowError, WorkerError
 from hybridflow.core.running import pages as module
 from hybridflow.core.running.pages import Pages
@@ -153,7 +152,7 @@ def test_two_runs_are_equal_and_each_drawn_row_is_trained_once():
 def test_a_resumed_run_has_the_same_bits(tmp_path, place):
     def at_two(run: Run) -> bool:
         if run.step == 2:
-            checkpoint(run, driven_pages[-1])
+            write_checkpoint(run, driven_pages[-1])
         return True
 
     driven_pages: list[Pages] = []
@@ -391,7 +390,7 @@ def test_a_run_with_kept_keys_and_values_goes_on_and_validates(tmp_path):
         run.ctx.finish()
         run.ctx.counters.update(counters)
         if run.step == 2:
-            checkpoint(run, noted[-1])
+            write_checkpoint(run, noted[-1])
         return True
 
     noted: list[Pages] = []

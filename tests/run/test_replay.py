@@ -8,10 +8,9 @@ from typing import Any
 
 import attrs
 import pytest
-from helpers.driven import Driven
+from helpers.driven import Driven, write_checkpoint
 
 from hybridflow.core.contracts.environment import Answer, Environment
-from hybridflow.core.controller import checkpoint
 from hybridflow.core.errors import ConfigError, HybridFlowError, WorkerError
 from hybridflow.core.running.journal import Journal
 from hybridflow.core.values.sealed import write_sealed
@@ -141,7 +140,7 @@ def test_a_run_that_goes_on_has_a_journal_without_what_it_makes_anew(tmp_path):
 
     def at_two(run) -> bool:
         if run.step == 2:
-            checkpoint(run, noted[0].pages)
+            write_checkpoint(run, noted[0].pages)
         return True
 
     class Noted(Driven):

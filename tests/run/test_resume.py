@@ -1,5 +1,7 @@
 """A run that is cut off goes on bit for bit."""
 
+import re
+
 import pytest
 from helpers.paths import matrix
 from helpers.tiny import hybridflow, learning, ran_here, write
@@ -44,7 +46,8 @@ def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path, more, at
     assert killed.returncode == -9
     steps = [row["step"] for row in learning(cut / "runs/tiny")]
     assert steps == [1, 2, 3, 4]
-    assert "resuming after step 4" in ran_here(cut, *settings, "--resume")
+    # It may have been killed while the checkpoint of step 4 was written: the one before stands.
+    assert re.search("resuming after step [24]\n", ran_here(cut, *settings, "--resume"))
 
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     for role in ("actor", "critic"):

@@ -22,7 +22,7 @@ def test_a_usual_job_has_none():
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["run.restarts=1"], "run.restarts: without checkpoints"),
+        (["run.restarts=1", "run.checkpoint_minutes=0"], "run.restarts: without checkpoints"),
         (["run.checkpoint_every=160"], "run.checkpoint_every: is 160 and the run has 100 steps"),
         (["sampling.temperature=0.0"], "0 is greedy"),
         (["actor.optimizer={schedule='cosine', total_steps=10}"], "total_steps: is 10"),
@@ -73,5 +73,7 @@ def test_a_loss_by_which_no_engine_can_be_checked_is_told(monkeypatch):
 
 
 def test_a_stage_is_remarked_on_by_itself():
-    first, second = jobs("stages.first.run.restarts=1", text=STAGES)
+    first, second = jobs(
+        "stages.first.run.restarts=1", "stages.first.run.checkpoint_minutes=0", text=STAGES
+    )
     assert "run.restarts" in "\n".join(remarks(first)) and not list(remarks(second))

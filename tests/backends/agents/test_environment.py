@@ -334,7 +334,7 @@ def test_an_agent_that_hangs_is_cancelled_at_its_deadline(speaker, settings, out
     [
         ({}, 'needs options.function = "my_agent:solve"'),
         ({"function": f"{__name__}:Cancelled"}, "must be a function of"),
-        ({"function": f"{__name__}:until"}, "is not called with"),
+        ({"function": f"{__name__}:chatting"}, "is not called with"),
         ({"function": f"{__name__}:counts", "chat": "free"}, 'set "template" or "plain"'),
         ({"function": f"{__name__}:counts", "tools": "xml"}, "set one of hermes, json, none"),
     ],

@@ -374,7 +374,7 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_it(ranks, folder, tmp_p
         for name in ("cut", "no-index"):
             shutil.copytree(good, bad[name])
         next(bad["cut"].glob("*.safetensors")).write_bytes(b"half")
-        (bad["no-index"] / "index.json").write_text("{")
+        (bad["no-index"] / "index-00000-of-00001.json").write_text("{")
         other = Setup(folder("qwen2-odd"), layout=layout)
         ranks(
             save_after,

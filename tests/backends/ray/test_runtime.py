@@ -271,7 +271,7 @@ def test_what_each_process_works_on_and_does_is_seen_and_it_can_be_ended(
             assert [note.text for note in look.notes] == ["sleeper/sleep"]
             assert "sleep" in [frame.function for frame in look.thread.frames]
 
-        runtime.kill(pool.processes[1].place)
+        runtime.kill(next(look for look in found if ranks[look.place] == 1))
         eventually(lambda: not alive(pool.processes[1].place[1]))
         assert alive(pool.processes[0].place[1])
     finally:

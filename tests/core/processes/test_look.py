@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from hybridflow.core.processes.look import (
 from hybridflow.core.processes.page import born, page_of, write_page
 
 PROGRAM = """
-import sys, threading, time
+import re, signal, sys, threading, time
 from hybridflow.core.processes.page import begin, doing
 
 begin(sys.argv[1], "rank 0 of pool 'main'")
@@ -41,6 +42,12 @@ def beside():
     with doing("environment: episode 2"):
         threading.Event().wait()
 
+if "own signal" in sys.argv:
+    signal.signal(signal.SIGUSR2, lambda number, frame: sys.exit(7))
+    time.sleep(1.2)
+if "in C" in sys.argv:
+    with doing("reward/score"):
+        re.match("(a+)+$", "a" * 60 + "b")  # for years, without giving up Python's lock
 if "threads" in sys.argv:
     threading.Thread(target=beside, daemon=True).start()
     time.sleep(0.2)
@@ -93,6 +100,52 @@ def test_the_thread_that_works_is_told_from_the_main_one(start, tmp_path):
     assert bare.thread.frames[0].function == "waits_here"  # the main one's
 
 
+def test_a_process_whose_other_threads_get_no_turn_is_seen_by_faulthandler(start, tmp_path):
+    process = start("in C")
+    for _ in range(2):
+        [look] = looks(tmp_path, stacks=True)
+        functions = [frame.function for frame in look.thread.frames]
+        assert functions == ["match", "<module>"]
+    assert process.poll() is None and not list(tmp_path.glob("*.ask"))
+
+
+def test_a_program_that_takes_the_signal_for_itself_does_not_get_ours(start, tmp_path):
+    process = start("own signal")
+    eventually(lambda: not list(tmp_path.glob("*.fault")))
+    process.send_signal(signal.SIGSTOP)  # so that its thread does not answer
+    eventually(lambda: state_of(process.pid) == "stopped")
+    file = tmp_path / f"{platform.node()}-{process.pid}.page"
+    assert module._faults(process.pid, file.with_suffix(".fault")) == ""
+    process.send_signal(signal.SIGCONT)
+    assert eventually(lambda: looks(tmp_path, stacks=True)[0].threads) and process.poll() is None
+
+
+def test_what_another_one_put_there_is_not_taken_for_ours(start, tmp_path):
+    """A link to a page, a folder, the page of a process of another user, stacks that are a link."""
+    process = start()
+    page = tmp_path / f"{platform.node()}-{process.pid}.page"
+    secret = tmp_path / "secret"
+    secret.write_text('Thread 0x1 (most recent call first):\n  File "x", line 1 in secret\n')
+    (tmp_path / "link.page").symlink_to(page)
+    (tmp_path / "folder.page").mkdir()
+    assert [look.pid for look in looks(tmp_path)] == [process.pid]
+    page.with_suffix(".fault").unlink()
+    page.with_suffix(".fault").symlink_to(secret)
+    page.with_suffix(".ask").symlink_to(secret)  # no thread is asked
+    [look] = looks(tmp_path, stacks=True)
+    assert "secret" not in str(look.threads) and "secret" in secret.read_text()
+
+
+def test_a_page_of_one_user_does_not_name_the_process_of_another(tmp_path, monkeypatch):
+    write_page(tmp_path / "x.page", os.getpid(), "mine")
+    assert [look.name for look in looks(tmp_path)] == ["mine"]
+    monkeypatch.setattr(module, "_owner", lambda pid: os.getuid() + 1)
+    assert looks(tmp_path) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(module.os, "geteuid", lambda: os.getuid() + 1)  # and no root
+    assert looks(tmp_path) == []
+
+
 def test_a_stopped_process_is_seen_so_and_answers_when_it_goes_on(start, tmp_path):
     process = start()
     process.send_signal(signal.SIGSTOP)
@@ -104,16 +157,18 @@ def test_a_stopped_process_is_seen_so_and_answers_when_it_goes_on(start, tmp_pat
     assert time.monotonic() - began < module.ANSWER_S
     process.send_signal(signal.SIGCONT)
     eventually(lambda: state_of(process.pid) == "")
-    assert looks(tmp_path, stacks=True)[0].thread.frames[-1].function == "<module>"
+    eventually(lambda: looks(tmp_path, stacks=True)[0].threads)
 
 
 def test_a_process_that_ended_is_gone_also_where_its_number_is_used_again(start, tmp_path):
     process = start()
-    kill(("another machine", process.pid))
+    [look] = looks(tmp_path)
+    kill(attrs.evolve(look, host="another machine"))
+    kill(attrs.evolve(look, born="another birth"))
     assert process.poll() is None
-    kill(looks(tmp_path)[0].place)
+    kill(look)
     assert process.wait() == -signal.SIGKILL
-    kill(looks(tmp_path)[0].place)  # no error
+    kill(look)  # no error
     [look] = looks(tmp_path, stacks=True)
     assert look.state == "gone" and look.threads == ()
     assert state_of(os.getpid(), born(os.getpid())) == ""
@@ -131,7 +186,7 @@ def test_a_process_that_has_no_handler_is_not_sent_the_signal(tmp_path):
     try:
         file = page_of(tmp_path, sleeper.pid)
         write_page(file, sleeper.pid, "the raylet")
-        file.with_suffix(".stack").touch()
+        file.with_suffix(".fault").touch()
         [look] = looks(tmp_path, stacks=True)
         assert look.name == "the raylet" and look.threads == () and look.state == ""
         time.sleep(0.1)

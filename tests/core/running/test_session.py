@@ -116,7 +116,8 @@ def test_rows_are_those_of_the_set_by_their_place(tiny):
 def test_what_was_saved_is_loaded_and_what_is_exported_has_its_tokenizer(tiny, tmp_path):
     session, before = tiny.session, tiny.weights("actor")
     session.save(tmp_path / "saved")
-    tiny.step()
+    tiny.step()  # what is written is as it was before
+    assert session.saved(wait=True)()
     after = tiny.weights("actor")
     assert any(not torch.equal(before[name], after[name]) for name in before)
     session.load(tmp_path / "saved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -43,7 +44,7 @@ def doing(rank: int, text: str, seconds: float, *frames: Frame, **more) -> Look:
     note = Note(text, seconds, more.pop("left_s", float("inf")), 7)
     state = more.pop("state", "")
     name = f"rank {rank} of pool 'main'"
-    return Look(name, 100 + rank, HERE, state, seconds, (note,), (Thread(7, frames),))
+    return Look(name, 100 + rank, HERE, state, seconds, (note,), threads=(Thread(7, frames),))
 
 
 class Runtime:
@@ -60,8 +61,8 @@ class Runtime:
     def look(self, folder, stacks=False):
         return [one if stacks else attrs.evolve(one, threads=()) for one in self.looks]
 
-    def kill(self, place):
-        self.killed.append(place[1])
+    def kill(self, look):
+        self.killed.append(look.pid)
 
     def lost(self):
         return None
@@ -82,8 +83,9 @@ def watched(tmp_path, clock):
     def make(**settings):
         runtime, told = Runtime(), []
         section = RunSection(patience_s=100.0, **settings)
-        watch = Watchdog(section, tmp_path, runtime, told.append, StopSignal(), lambda: 11)
-        watch.begun = True
+        watch = Watchdog(section, tmp_path, runtime, told.append, StopSignal())
+        watch.step = lambda: 11
+        watch.begin()
         return watch, runtime, told
 
     return make
@@ -205,27 +207,50 @@ def test_ranks_that_all_wait_for_each_other_are_at_fault_together(watched, clock
     assert runtime.killed == [100, 101]
 
 
-def test_an_engine_beside_a_rank_is_named_too(watched, clock):
-    watch, runtime, told = watched()
-    runtime.calls = [(runtime.ranks[0], Label("actor", "generate"))]
-    engine = Look("engine of rank 0", 200, HERE, "stopped", 0.0, (Note("generate", 1.0, 9e9, 1),))
-    runtime.looks = [doing(0, "tokens", 0.0, MINE), engine]
-    watch.look()
-    pass_(clock, watch, runtime, 110.0)
-    assert (
-        "engine of rank 0 (pid 200 on" in told[0]
-        and "rank 0 of pool 'main' waits for it (tokens)" in told[0]
+def engine(rank: int, state: str = "", still_s: float = 0.0) -> Look:
+    """The process of a rank's engine."""
+    note = Note("generate", 1.0, float("inf"), 1)
+    return Look(
+        f"engine of rank {rank}", 200 + rank, HERE, state, still_s, (note,), parent=100 + rank
     )
 
 
-def test_a_rank_that_has_not_started_is_named(watched, clock):
-    watch, runtime, told = watched()
-    watch.begun = False
-    runtime.ranks[0].place = None
-    runtime.calls = [(runtime.ranks[0], Label("actor", "build"))]
+@pytest.mark.parametrize("state", ["", "stopped"])
+def test_an_engine_is_at_fault_where_it_stands_still_and_its_rank_waits_for_it(
+    watched, clock, state
+):
+    watch, runtime, told = watched(hang="restart")
+    runtime.calls = [(runtime.ranks[0], Label("actor", "generate"))]
+    runtime.looks = [doing(0, "tokens", 0.0, MINE), engine(0, state), engine(1)]
     watch.look()
     pass_(clock, watch, runtime, 110.0)
-    assert "rank 0 of pool 'main' has not started" in told[0]
+    assert "engine of rank 0 (pid 200 on" in told[0]
+    assert "rank 0 of pool 'main' waits for it (tokens)" in told[0]
+    assert runtime.killed == [200]  # the other one's rank is not waited for
+
+
+def test_a_rank_whose_engine_moves_is_at_fault_itself_and_what_is_gone_is_nobodys_fault(
+    watched, clock
+):
+    watch, runtime, _ = watched(hang="restart")
+    runtime.calls = [(runtime.ranks[0], Label("actor", "generate"))]
+    runtime.looks = [doing(0, "tokens", 0.0, MINE), engine(0, "gone")]
+    watch.look()
+    pass_(clock, watch, runtime, 110.0)
+    assert runtime.killed == [100]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [(None, "has not started"), ((HERE, 100), "says nothing of what it does")]
+)
+def test_a_rank_without_a_page_is_told_of_and_left_alone(watched, clock, place, said):
+    watch, runtime, told = watched(hang="restart")
+    runtime.ranks[0].place = place
+    runtime.calls = [(runtime.ranks[0], Label("actor", "update"))]
+    watch.look()
+    pass_(clock, watch, runtime, 110.0)
+    assert said in told[0] and "It is left alone, as it does not say what it does" in told[0]
+    assert runtime.killed == []
 
 
 @pytest.mark.parametrize("hang", ["restart", "end"])
@@ -239,17 +264,85 @@ def test_what_gives_up_by_itself_is_left_to_that(watched, clock, hang):
     assert runtime.killed == []
 
 
-def test_before_the_first_step_what_loads_long_is_left_alone_ten_times_as_long(watched, clock):
+def test_a_thread_that_was_given_up_is_not_what_a_process_is_about(watched, clock):
+    """Its note stays, past its limit; the main thread has none."""
     watch, runtime, told = watched(hang="restart")
-    watch.begun = False
+    runtime.calls = [(runtime.ranks[0], Label("reward", "score"))]
+    look = doing(0, "reward/score", 0.0, MINE)
+    given_up = Note("reward 'slow', row 3", 500.0, -400.0, 8)
+    runtime.looks = [attrs.evolve(look, notes=(*look.notes, given_up))]
+    watch.look()
+    pass_(clock, watch, runtime, 110.0)
+    assert "is at reward/score for 0 s, in fetch" in told[0] and "row 3" not in told[0]
+    assert runtime.killed == [100]
+
+
+def test_before_the_first_step_nothing_is_ended(watched, clock):
+    watch, runtime, told = watched(hang="restart")
+    watch._acts = False
     runtime.calls = [(runtime.ranks[0], Label("actor", "build"))]
     runtime.looks = [doing(0, "actor/build", 0.0, MINE)]
     watch.look()
-    pass_(clock, watch, runtime, 110.0)
-    assert "It is left alone for now: a model may take long to load" in told[0]
+    for _ in range(20):
+        pass_(clock, watch, runtime, 110.0)
+    assert all("It is left alone before the first step" in line for line in told)
     assert runtime.killed == []
-    pass_(clock, watch, runtime, 900.0)
-    assert runtime.killed == [100]
+
+
+@pytest.mark.parametrize("what", ["moves", "ends", "leaves"])
+def test_what_goes_on_while_its_stacks_are_collected_is_not_ended(watched, clock, what):
+    watch, runtime, told = watched(hang="restart")
+    call = (runtime.ranks[0], Label("actor", "update"))
+    runtime.calls = [call]
+    runtime.looks = [doing(0, "actor/update", 0.0, MINE)]
+    watch.look()
+    plain = runtime.look
+
+    def look(folder, stacks=False):
+        found = plain(folder, stacks)
+        if stacks and what == "moves":
+            runtime.looks = [doing(0, "actor/update", 0.1, MINE)]
+        elif stacks and what == "ends":
+            runtime.calls = [(runtime.ranks[0], Label("actor", "update"))]
+        elif stacks:
+            watch._leave()
+        return found
+
+    runtime.look = look
+    watch._thread.start()
+    pass_(clock, watch, runtime, 110.0)
+    assert len(told) == (what == "leaves") and runtime.killed == []
+
+
+def test_what_was_killed_teaches_nothing_of_how_long_such_calls_take(watched, clock):
+    watch, runtime, told = watched(hang="restart")
+    for attempt in range(3):
+        runtime.calls = [(runtime.ranks[0], Label("actor", "generate"))]
+        runtime.looks = [doing(0, "tokens", 0.0, MINE)]
+        watch.look()
+        pass_(clock, watch, runtime, 110.0)
+        assert runtime.killed == [100] * (attempt + 1)
+        runtime.calls, runtime.looks = [], [doing(0, "tokens", 0.0, MINE, state="gone")]
+        watch.look()
+        runtime.ranks[0].place = (HERE, 100)
+    assert not any("goes on" in line for line in told)
+
+
+def test_an_error_while_it_looks_is_told_once_and_it_looks_again(runs, monkeypatch):
+    stop, watch, told = runs("say")
+
+    def fails():
+        raise ValueError("no such node")
+
+    watch.runtime.at_work = fails
+    with stop, watch:
+        eventually(lambda: told)
+        time.sleep(0.2)
+        assert len(told) == 1 and "the watchdog could not look" in told[0]
+        watch.runtime.at_work = list
+        with page.doing("reward/score"):
+            eventually(lambda: len(told) == 2)
+    assert "waits for reward/score" in told[1]
 
 
 # --- with the controller itself ---
@@ -263,7 +356,7 @@ def runs(tmp_path):
         told, stop = [], StopSignal()
         section = RunSection(patience_s=0.3, hang=hang)
         watch = Watchdog(section, tmp_path / "run", Runtime(), told.append, stop)
-        watch.begun = True
+        watch.begin()
         return stop, watch, told
 
     return make
@@ -273,13 +366,19 @@ def hangs_for(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def hangs_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_a_controller_that_hangs_is_told_with_where_it_is(runs, tmp_path):
     stop, watch, told = runs("say")
     with stop, watch, page.doing("Tracker: the metrics of step 3"):
-        hangs_for(0.5)
+        hangs_until(lambda: told)
     assert "Tracker: the metrics of step 3, in which nothing has moved" in told[0]
     assert f"controller (pid {os.getpid()} on {HERE})" in told[0]
-    assert "in hangs_for (running/test_watchdog.py:" in told[0]
+    assert "in hangs_until (running/test_watchdog.py:" in told[0]
     assert os.environ.get(page.FOLDER) is None and page.own() is None
     assert not (tmp_path / "run" / "processes").exists()
 
@@ -310,6 +409,31 @@ def test_a_runtime_that_has_lost_a_part_ends_a_run_that_does_not_see_it(runs, mo
         hangs_for(60)
 
 
+def test_a_ctrl_c_and_an_error_of_the_run_are_not_taken_for_a_hang(runs):
+    for error in (KeyboardInterrupt, ZeroDivisionError):
+        stop, watch, _ = runs("end")
+        with pytest.raises(error) as said, stop, watch:
+            watch._interruption = (module.Hung(), HangError("of before, which was swallowed"))
+            raise error
+        assert type(said.value) is error
+
+
+def test_an_interruption_that_something_swallows_is_given_up_once_the_run_goes_on(
+    runs, monkeypatch
+):
+    monkeypatch.setattr(module, "AGAIN_S", 0.2)
+    stop, watch, told = runs("end")
+    with stop, watch, page.doing("reward/score"):
+        with contextlib.suppress(KeyboardInterrupt):
+            hangs_for(60)
+
+        def given_up():
+            page.moved()
+            return [line for line in told if "something has taken the interruption" in line]
+
+        eventually(given_up)
+
+
 def test_a_run_in_another_thread_is_told_that_it_cannot_be_ended(runs):
     stop, watch, told = runs("end")
 
@@ -334,10 +458,10 @@ def test_a_process_that_nothing_can_interrupt_ends_with_its_stacks(tmp_path):
         sys.path.insert(0, "tests/core/running")
         from test_watchdog import Runtime
 
-        watch.INTERRUPT_S = 0.5
+        watch.INTERRUPT_S, watch.AGAIN_S = 1.0, 0.3
         section = RunSection(patience_s=0.2, hang="end")
         with (stop := StopSignal()), watch.Watchdog(section, Path(sys.argv[1]), Runtime(), print, stop) as one:
-            one.begun = True
+            one.begin()
             with page.doing("reward/score"):
                 while True:
                     try:

@@ -1,0 +1,266 @@
+"""A rank's side of writing a checkpoint: copies into memory that its writer has too.
+
+kit/checkpoint_writer.py has the other side, and the messages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from hybridflow.core.errors import CheckpointError
+from hybridflow.core.processes.page import doing, moved
+from hybridflow.core.workers.device_memory import host_memory
+from hybridflow.kit.checkpoint_files import FORMAT, StatePart, index_file
+from hybridflow.kit.checkpoint_writer import Held, receive, send
+
+FILE_BYTES = 10**9
+"""The most bytes of a file, unless a single part has more."""
+ALIGNED = 64
+"""Each part begins at a multiple of so many bytes in its region."""
+SPARE = 0.1
+"""Share of the host's memory that is left free; where a copy of the whole state would take it, a
+rank waits for its writer between one file and the next."""
+
+
+@attrs.define(eq=False)
+class Region:
+    """Memory that a rank and its writer share."""
+
+    number: int
+    descriptor: int
+    values: torch.Tensor
+    """Its bytes, uint8."""
+    known: bool = False
+    """Whether the writer has it."""
+
+
+class Writing:
+    """Part of a checkpoint that is being written beside (a core.contracts.training.Writing)."""
+
+    def __init__(self, writer: RankWriter, job: int):
+        self._writer = writer
+        self._job = job
+
+    def done(self, wait: bool) -> bool:
+        """Return whether all is on the disk, or wait until it is. Raises CheckpointError."""
+        return self._writer.done(self._job, wait)
+
+
+class RankWriter:
+    """The writer process of this rank, and the regions that both have."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        with theirs:
+            command = [sys.executable, "-m", "hybridflow.kit.checkpoint_writer"]
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a Ctrl-C is for the rank
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        self.connection = ours
+        self._free: list[Region] = []
+        self._used: dict[int, Region] = {}
+        self._jobs = count()
+        self._open: set[int] = set()
+        self._failed: dict[int, str] = {}
+
+    def write(
+        self, parts: Sequence[StatePart], folder: Path, rank: int, world: int, version: int
+    ) -> Writing:
+        """Copy the parts, and have them written into files of this rank; return before they are.
+
+        The parts may change from then on. Raises CheckpointError where the writer has ended.
+        """
+        job = next(self._jobs)
+        self._open.add(job)
+        entries: dict[str, dict[str, Any]] = {}
+        for part in parts:
+            dtype = str(part.values.dtype).removeprefix("torch.")
+            entry = {"shape": list(part.shape), "dtype": dtype, "parts": []}
+            entries.setdefault(part.entry, entry)
+
+        about = {"job": job, "folder": str(folder.absolute())}
+        for number, group in enumerate(_by_file(parts)):
+            held, nbytes = _places(group)
+            region = self._region(nbytes)
+            _copy(group, held, region.values)
+            moved()
+            file = f"rank-{rank:05d}-{number}.safetensors"
+            message = {"kind": "file", **about, "file": file, "region": region.number}
+            self._used[region.number] = region
+            self._send({**message, "parts": held}, None if region.known else region.descriptor)
+            region.known = True
+        fields = {"format": FORMAT, "version": version, "entries": entries}
+        index = index_file(rank, world)
+        self._send({"kind": "index", **about, "file": index, "fields": fields})
+        return Writing(self, job)
+
+    def done(self, job: int, wait: bool) -> bool:
+        """Return whether a job is done, or wait for it. Raises CheckpointError where it failed."""
+        self._hear(0.0)
+        while wait and job in self._open:
+            with doing(f"the writer of checkpoints (pid {self.process.pid})"):
+                self._hear(None)
+        if job in self._failed:
+            raise CheckpointError(self._failed.pop(job))
+        return job not in self._open
+
+    def _region(self, nbytes: int) -> Region:
+        """Return a free region of at least so many bytes; wait for one where memory is short."""
+        while True:
+            self._hear(0.0)
+            large = [region for region in self._free if region.values.numel() >= nbytes]
+            if large:
+                region = min(large, key=lambda region: region.values.numel())
+                self._free.remove(region)
+                return region
+            if not self._used or _fits(nbytes):
+                return _allocate(nbytes, len(self._free) + len(self._used))
+            with doing(f"the writer of checkpoints (pid {self.process.pid}): memory"):
+                self._hear(None)
+
+    def _send(self, message: dict[str, Any], descriptor: int | None = None) -> None:
+        try:
+            send(self.connection, message, descriptor)
+        except OSError as error:
+            raise self._gone() from error
+
+    def _hear(self, wait_s: float | None) -> None:
+        """Take the writer's answers; without any, wait so long for the first (None: for ever)."""
+        while select.select([self.connection], [], [], wait_s)[0]:
+            wait_s = 0.0
+            try:
+                message, _ = receive(self.connection)
+            except (EOFError, OSError) as error:
+                raise self._gone() from error
+            if message["kind"] == "free":
+                self._free.append(self._used.pop(message["region"]))
+                continue
+            self._open.discard(message["job"])
+            if message["kind"] == "failed":
+                self._failed[message["job"]] = message["why"]
+
+    def _gone(self) -> CheckpointError:
+        """Return the error for a writer that has ended; the next checkpoint gets another one."""
+        global _writer
+        _writer = None
+        code = self.process.wait()
+        return CheckpointError(
+            f"the process that writes this rank's checkpoints (pid {self.process.pid}) has ended "
+            f"({f'by signal {-code}' if code < 0 else f'exit status {code}'})"
+        )
+
+
+_writer: RankWriter | None = None
+
+
+def rank_writer() -> RankWriter:
+    """Return the writer of this process, which is started with its first checkpoint."""
+    global _writer
+    if _writer is None:
+        _writer = RankWriter()
+    return _writer
+
+
+def _forget() -> None:
+    global _writer
+    _writer = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _by_file(parts: Iterable[StatePart]) -> Iterator[list[StatePart]]:
+    """Yield the parts of one file after the other."""
+    group: list[StatePart] = []
+    nbytes = 0
+    for part in parts:
+        if group and nbytes + part.values.nbytes > FILE_BYTES:
+            yield group
+            group = []
+            nbytes = 0
+        group.append(part)
+        nbytes += part.values.nbytes
+    if group:
+        yield group
+
+
+def _places(group: Sequence[StatePart]) -> tuple[list[Held], int]:
+    """Return where each part of a file is in its region, and the region's size."""
+    held: list[Held] = []
+    end = 0
+    for part in group:
+        held.append(
+            Held(
+                entry=part.entry,
+                start=list(part.box.start),
+                shape=list(part.box.shape),
+                dtype=str(part.values.dtype).removeprefix("torch."),
+                at=end,
+                nbytes=part.values.nbytes,
+            )
+        )
+        end += -(-part.values.nbytes // ALIGNED) * ALIGNED
+    return held, end
+
+
+def _copy(group: Sequence[StatePart], held: Sequence[Held], region: torch.Tensor) -> None:
+    """Copy the values of parts into a region."""
+    devices = set()
+    for part, place in zip(group, held, strict=True):
+        values = part.values.detach()
+        mine = region[place["at"] : place["at"] + place["nbytes"]]
+        mine.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
+        devices.add(values.device)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _fits(nbytes: int) -> bool:
+    """Return whether the host has so much memory to spare."""
+    memory = host_memory()
+    return memory is None or memory[1] - nbytes > SPARE * memory[0]
+
+
+def _allocate(nbytes: int, number: int) -> Region:
+    """Make a region. Raises CheckpointError where there is no memory for it."""
+    # Neither leaves anything behind, however the two processes end.
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("hybridflow-checkpoint")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    size = max(nbytes, 1)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # now, rather than when it is written
+        else:
+            os.ftruncate(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
+    except (OSError, ValueError) as error:
+        os.close(descriptor)
+        raise CheckpointError(f"no memory for a copy of {nbytes / 1e9:.3g} GB: {error}") from error
+    values = torch.frombuffer(memory, dtype=torch.uint8)
+    # Copies from a GPU are several times faster into memory that is registered.
+    if torch.cuda.is_initialized():
+        torch.cuda.cudart().cudaHostRegister(values.data_ptr(), size, 0)
+    return Region(number, descriptor, values)
