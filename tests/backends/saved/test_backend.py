@@ -75,7 +75,7 @@ def trained(spec, context, folder, lora=None, precision="fp32") -> FSDPBackend:
             backend.parameters[name].add_(torch.randn_like(backend.parameters[name]), alpha=0.1)
     backend.version = 7
     folder.mkdir()
-    backend.save(folder)
+    backend.save(folder).done(wait=True)
     return backend
 
 

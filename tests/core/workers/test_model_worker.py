@@ -201,6 +201,7 @@ def test_a_checkpoint_brings_back_weights_and_what_follows(pool, tmp_path):
     group.update([(batch, NextToken())]).result()
     ended = group.checksum().result()
     assert ended != saved
+    assert group.saved(wait=True).result() == [True]
     group.load(str(tmp_path / "c")).result()
     assert group.checksum().result() == saved
     group.update([(batch, NextToken())]).result()
@@ -216,6 +217,7 @@ def test_an_engine_gets_loaded_weights_of_as_many_steps_too(pool, tmp_path):
         said.append(group.generate(batch, sampling, 7)["rollout_logprobs"].values.tolist())
     assert said[0] != said[1]
     one.save(str(tmp_path / "c")).result()
+    assert one.saved(wait=True).result() == [True]
     other.load(str(tmp_path / "c")).result()
     assert other.generate(batch, sampling, 7)["rollout_logprobs"].values.tolist() == said[0]
 
