@@ -25,6 +25,7 @@ from hybridflow.core.processes.page import doing, moved
 from hybridflow.core.workers.device_memory import host_memory
 from hybridflow.kit.checkpoint_files import FORMAT, StatePart, index_file
 from hybridflow.kit.checkpoint_writer import Held, receive, send
+from hybridflow.kit.hosting.process import import_path
 
 FILE_BYTES = 10**9
 """The most bytes of a file, unless a single part has more."""
@@ -64,7 +65,6 @@ class RankWriter:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         with theirs:
             command = [sys.executable, "-m", "hybridflow.kit.checkpoint_writer"]
             self.process = subprocess.Popen(
@@ -72,7 +72,7 @@ class RankWriter:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a Ctrl-C is for the rank
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, "PYTHONPATH": import_path()},
             )
         self.connection = ours
         self._free: list[Region] = []

@@ -30,6 +30,7 @@ MARK = "HYBRIDFLOW_SCRATCH"
 """A variable of the environment of all processes of a local Ray: the folder of its ranks, where
 engines put their temporary files (kit/hosting/process.py)."""
 BROKEN = b"!"
+"""What the controller writes before it ends, where its Ray has lost a process."""
 LOOKS_S = (0.5, 10.0)
 """Seconds between the first two scans of the processes, and the longest time between two."""
 GRACE_S = 8.0

@@ -13,7 +13,8 @@ when it hangs or is stopped:
         ...
         moved()                             a sign that what is noted goes on
 
-The page is shared memory of a fixed size: a note costs two microseconds, and no disk space later.
+The page is shared memory of a fixed size: a note costs four microseconds, and no disk space
+later.
 Without `begin`, both do nothing.
 """
 
@@ -42,7 +43,7 @@ import attrs
 FOLDER = "HYBRIDFLOW_PROCESSES"
 """The variable of the environment that has the folder of the pages of a run's processes."""
 SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)
-"""The signal on which a process writes its stacks."""
+"""The signal on which faulthandler writes the stacks of a process; None: the system has none."""
 HEAD = 1024
 """Bytes of a page that hold the process's name, as JSON."""
 STATE = struct.Struct("<dq")
@@ -52,6 +53,7 @@ NOTE = struct.Struct("<ddQ168s")
 NOTES_AT = 1088
 """Where the first note begins."""
 SIZE = 4096
+"""Bytes of a page."""
 MOST_NOTES = (SIZE - NOTES_AT) // NOTE.size
 PEERS = "other ranks"
 """The note of a process that waits for others of its group, without blame."""

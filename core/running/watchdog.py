@@ -275,9 +275,8 @@ class Watchdog:
         look = self._own_look(own, now)
         stopped = [other for other in self._places().values() if other.state == "stopped"]
         at_fault, peers = (stopped, [look]) if stopped else ([look], [])
-        self._conclude(
-            at_fault, peers, [look], notes[0].text, still_s, lambda: own.moved_at == moved_at
-        )
+        about = notes[0].text.removeprefix("waits for ")
+        self._conclude(at_fault, peers, [look], about, still_s, lambda: own.moved_at == moved_at)
 
     def _own_look(self, own: page.Page, now: float) -> Look:
         """Return this process, with the stacks of its threads."""

@@ -67,7 +67,7 @@ class EngineProcess:
                 env={
                     **os.environ,
                     **environment,
-                    "PYTHONPATH": os.pathsep.join(_paths(environment)),
+                    "PYTHONPATH": import_path(environment.get("PYTHONPATH", "")),
                     "PYTHONUNBUFFERED": "1",
                     "TMPDIR": self.scratch,
                 },
@@ -223,8 +223,9 @@ def _ending(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _paths(environment: Mapping[str, str]) -> list[str]:
-    """Return the child's import path: it can import what this process can."""
-    # The environment's own paths come first. An empty entry of sys.path is this folder.
-    first = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return first + [os.path.abspath(path) for path in sys.path if path not in first]
+def import_path(first: str = "") -> str:
+    """Return a child's PYTHONPATH: it can import what this process can, after the paths `first`."""
+    # An empty entry of sys.path is this folder.
+    paths = [path for path in first.split(os.pathsep) if path]
+    paths += [os.path.abspath(path) for path in sys.path if path not in paths]
+    return os.pathsep.join(paths)

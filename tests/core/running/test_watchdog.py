@@ -394,6 +394,29 @@ def test_a_controller_that_hangs_is_interrupted_by_setting(runs, hang, error):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_reply_that_has_just_arrived_is_no_controller_that_hangs(watched, clock, tmp_path):
+    """Its note is as old as the call was long, until the main thread has its turn."""
+    watch, runtime, told = watched()
+    runtime.calls = [(runtime.ranks[0], Label("actor", "generate"))]
+    page.begin(tmp_path, "controller")
+    try:
+        with page.doing("waits for actor/generate of rank 0"):
+            clock[0] += 500.0
+            runtime.looks = [doing(0, "tokens", 0.0)]
+            watch.look()
+            runtime.calls = []
+            watch.look()
+            assert told == []
+            clock[0] += 99.0
+            watch.look()
+            assert told == []
+            clock[0] += 2.0
+            watch.look()
+            assert len(told) == 1 and "step 12 waits for actor/generate of rank 0, in" in told[0]
+    finally:
+        page.end()
+
+
 def test_a_controller_with_nothing_to_do_is_not_told(runs):
     stop, watch, told = runs("end")
     with stop, watch:
