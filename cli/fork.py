@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.statuses import STOPPED
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.checkpoint import Checkpoints
@@ -35,7 +36,7 @@ class ForkCommand(Command):
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the fork to its end; the same command resumes a fork that was interrupted.
 
-        Status 0 when it has finished, 3 when it was stopped before.
+        Status 0 when it has finished, STOPPED when it was told to stop.
         """
         source = arguments.run
         tables = _tables(source, arguments.step)
@@ -65,7 +66,7 @@ class ForkCommand(Command):
             )
         _begin(job.folder, checkpoints.path(arguments.step), source, arguments.step)
         outcome = run(tables, arguments.overrides, resume=True)
-        return 0 if outcome.state == "finished" else 3
+        return 0 if outcome.state == "finished" else STOPPED
 
 
 def _tables(source: Path, step: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from hybridflow.cli.statuses import INTERRUPTED, status_of
 from hybridflow.core.contracts.capabilities import CommandCapabilities
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import HybridFlowError, PluginError
@@ -39,8 +40,6 @@ ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """What the system may refuse -> what a user does about it."""
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
 
 
 def script() -> int:
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return command.run(arguments)
     except HybridFlowError as error:
         print(f"hybridflow: {error}", file=sys.stderr)
-        return 1
+        return status_of(error)
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

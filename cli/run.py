@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from functools import partial
 
 from hybridflow.cli.arguments import add_config
+from hybridflow.cli.statuses import STOPPED
+from hybridflow.cli.supervising import supervise
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.running import supervised
 from hybridflow.settle.config.load import read_config
 from hybridflow.settle.config.waiting import wait_briefly
 
@@ -28,12 +33,20 @@ class RunCommand(Command):
         parser.add_argument(
             "--stage", help="run this stage alone, from what the stages before it have left"
         )
+        parser.add_argument(
+            "--supervise",
+            action="store_true",
+            help="start the run again, from its newest checkpoint, whenever it has died",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the config; status 0 when it has finished, 3 when it was stopped before."""
+        """Run the config; status 0 when it has finished, STOPPED when it was told to stop."""
         if arguments.resume and arguments.overwrite:
             raise ConfigError("--resume and --overwrite contradict each other; give one of them")
+        if arguments.supervise:
+            return _supervise(arguments)
 
+        supervised.begin()
         # Before torch is imported, which is why the rest is imported here.
         tables, _ = read_config(arguments.config, arguments.overrides)
         wait_briefly(tables)
@@ -46,4 +59,13 @@ class RunCommand(Command):
             arguments.overwrite,
             arguments.stage,
         )
-        return 0 if outcome.state == "finished" else 3
+        return 0 if outcome.state == "finished" else STOPPED
+
+
+def _supervise(arguments: argparse.Namespace) -> int:
+    """Run the config in a process of its own, and again when that has died."""
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", arguments.config]
+    if arguments.stage is not None:
+        command += ["--stage", arguments.stage]
+    first = [f"--{name}" for name in ("resume", "overwrite") if getattr(arguments, name)]
+    return supervise([*command, *arguments.overrides], first, partial(print, flush=True))

@@ -51,6 +51,7 @@ from hybridflow.core.errors import (
 )
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.running import supervised
 from hybridflow.core.running.checkpoint import State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
 from hybridflow.core.running.folder import StopRequested, StopSignal, claim, write_mark
@@ -100,6 +101,7 @@ def run_job(
     with claim(job, resume, overwrite), Reporter(job, prepared, observers) as report:
         if not resume:
             write_mark(job, mark)
+        supervised.tell("begun")
         (job.folder / DONE).unlink(missing_ok=True)  # of a finished run that goes on
         for attempt in range(job.run.restarts + 1):
             try:

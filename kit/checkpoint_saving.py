@@ -5,6 +5,7 @@ kit/checkpoint_writer.py has the other side, and the messages.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import select
@@ -27,8 +28,12 @@ from hybridflow.kit.checkpoint_files import FORMAT, StatePart, index_file
 from hybridflow.kit.checkpoint_writer import Held, receive, send
 from hybridflow.kit.hosting.process import import_path
 
+log = logging.getLogger(__name__)
+
 FILE_BYTES = 10**9
 """The most bytes of a file, unless a single part has more."""
+MOST_ENDS = 3
+"""Writers that may end while a checkpoint is written; then it has failed."""
 ALIGNED = 64
 """Each part begins at a multiple of so many bytes in its region."""
 SPARE = 0.1
@@ -60,10 +65,39 @@ class Writing:
         return self._writer.done(self._job, wait)
 
 
+@attrs.define(eq=False)
+class _Job:
+    """A checkpoint's part that is not on the disk yet."""
+
+    number: int
+    files: dict[int, dict[str, Any]] = attrs.field(factory=dict)
+    """Region -> the message that has it written; those that are not written yet."""
+    records: list[dict[str, Any]] = attrs.field(factory=list)
+    """What the index says of the parts that are written."""
+    index: dict[str, Any] | None = None
+    """The message that completes it, once all files are sent."""
+    why: str | None = None
+    """Why a file could not be written."""
+    ends: int = 0
+    """How often its writer has ended."""
+
+
 class RankWriter:
-    """The writer process of this rank, and the regions that both have."""
+    """The writer process of this rank, and the regions that both have.
+
+    Where the process has ended, another one takes its place, and writes what was not written: the
+    regions are this process's too.
+    """
 
     def __init__(self) -> None:
+        self._free: list[Region] = []
+        self._used: dict[int, Region] = {}
+        self._numbers = count()
+        self._jobs: dict[int, _Job] = {}
+        self._failed: dict[int, str] = {}
+        self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "hybridflow.kit.checkpoint_writer"]
@@ -75,52 +109,46 @@ class RankWriter:
                 env={**os.environ, "PYTHONPATH": import_path()},
             )
         self.connection = ours
-        self._free: list[Region] = []
-        self._used: dict[int, Region] = {}
-        self._jobs = count()
-        self._open: set[int] = set()
-        self._failed: dict[int, str] = {}
 
     def write(
         self, parts: Sequence[StatePart], folder: Path, rank: int, world: int, version: int
     ) -> Writing:
         """Copy the parts, and have them written into files of this rank; return before they are.
 
-        The parts may change from then on. Raises CheckpointError where the writer has ended.
+        The parts may change from then on.
         """
-        job = next(self._jobs)
-        self._open.add(job)
+        job = _Job(next(self._numbers))
+        self._jobs[job.number] = job
         entries: dict[str, dict[str, Any]] = {}
         for part in parts:
             dtype = str(part.values.dtype).removeprefix("torch.")
             entry = {"shape": list(part.shape), "dtype": dtype, "parts": []}
             entries.setdefault(part.entry, entry)
 
-        about = {"job": job, "folder": str(folder.absolute())}
+        about = {"job": job.number, "folder": str(folder.absolute())}
         for number, group in enumerate(_by_file(parts)):
             held, nbytes = _places(group)
             region = self._region(nbytes)
             _copy(group, held, region.values)
             moved()
             file = f"rank-{rank:05d}-{number}.safetensors"
-            message = {"kind": "file", **about, "file": file, "region": region.number}
             self._used[region.number] = region
-            self._send({**message, "parts": held}, None if region.known else region.descriptor)
-            region.known = True
+            job.files[region.number] = {"kind": "file", **about, "file": file, "parts": held}
+            self._send(job, region)
         fields = {"format": FORMAT, "version": version, "entries": entries}
-        index = index_file(rank, world)
-        self._send({"kind": "index", **about, "file": index, "fields": fields})
-        return Writing(self, job)
+        job.index = {"kind": "index", **about, "file": index_file(rank, world), "fields": fields}
+        self._send(job)
+        return Writing(self, job.number)
 
     def done(self, job: int, wait: bool) -> bool:
         """Return whether a job is done, or wait for it. Raises CheckpointError where it failed."""
         self._hear(0.0)
-        while wait and job in self._open:
+        while wait and job in self._jobs:
             with doing(f"the writer of checkpoints (pid {self.process.pid})"):
                 self._hear(None)
         if job in self._failed:
             raise CheckpointError(self._failed.pop(job))
-        return job not in self._open
+        return job not in self._jobs
 
     def _region(self, nbytes: int) -> Region:
         """Return a free region of at least so many bytes; wait for one where memory is short."""
@@ -136,11 +164,21 @@ class RankWriter:
             with doing(f"the writer of checkpoints (pid {self.process.pid}): memory"):
                 self._hear(None)
 
-    def _send(self, message: dict[str, Any], descriptor: int | None = None) -> None:
+    def _send(self, job: _Job, region: Region | None = None) -> None:
+        """Send the message of a region, or a job's index."""
         try:
-            send(self.connection, message, descriptor)
-        except OSError as error:
-            raise self._gone() from error
+            self._send_now(job, region)
+        except OSError:
+            self._replace()  # it gets all messages, this one too
+
+    def _send_now(self, job: _Job, region: Region | None) -> None:
+        if region is None:
+            assert job.index is not None
+            send(self.connection, job.index)
+            return
+        message = {**job.files[region.number], "region": region.number}
+        send(self.connection, message, None if region.known else region.descriptor)
+        region.known = True
 
     def _hear(self, wait_s: float | None) -> None:
         """Take the writer's answers; without any, wait so long for the first (None: for ever)."""
@@ -148,24 +186,51 @@ class RankWriter:
             wait_s = 0.0
             try:
                 message, _ = receive(self.connection)
-            except (EOFError, OSError) as error:
-                raise self._gone() from error
+            except (EOFError, OSError):
+                self._replace()
+                continue
+            # A job whose writers have all ended is answered no more.
+            job = self._jobs.get(message["job"])
             if message["kind"] == "free":
                 self._free.append(self._used.pop(message["region"]))
+                if job is not None:
+                    del job.files[message["region"]]
+                    job.records += message["parts"] or []
+                    job.why = message["why"]
                 continue
-            self._open.discard(message["job"])
+            self._jobs.pop(message["job"], None)
             if message["kind"] == "failed":
                 self._failed[message["job"]] = message["why"]
 
-    def _gone(self) -> CheckpointError:
-        """Return the error for a writer that has ended; the next checkpoint gets another one."""
-        global _writer
-        _writer = None
+    def _replace(self) -> None:
+        """Start another writer in the place of one that has ended, for what is not written."""
+        self.connection.close()
         code = self.process.wait()
-        return CheckpointError(
-            f"the process that writes this rank's checkpoints (pid {self.process.pid}) has ended "
-            f"({f'by signal {-code}' if code < 0 else f'exit status {code}'})"
-        )
+        how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
+        ended = f"the process that writes checkpoints (pid {self.process.pid}) has ended {how}"
+        for job in list(self._jobs.values()):
+            job.ends += 1
+            if job.ends == MOST_ENDS and job.why is None:
+                job.why = f"{ended}, as {MOST_ENDS - 1} others before it"
+            if job.why is not None:
+                del self._jobs[job.number]
+                self._failed[job.number] = job.why
+        log.warning("%s; another one writes what it has not", ended)
+        self._start()
+        for region in (*self._free, *self._used.values()):
+            region.known = False
+        wanted = {number for job in self._jobs.values() for number in job.files}
+        for number in self._used.keys() - wanted:
+            self._free.append(self._used.pop(number))
+        try:
+            for job in self._jobs.values():
+                for number in job.files:
+                    self._send_now(job, self._used[number])
+                if job.index is not None:
+                    job.index["parts"] = list(job.records)
+                    self._send_now(job, None)
+        except OSError:
+            self._replace()
 
 
 _writer: RankWriter | None = None

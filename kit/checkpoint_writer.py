@@ -5,7 +5,8 @@
     a file's parts are copied into a region     (memory that both have)
     "file" ------------------------------------> the region's parts into a safetensors file, their
                                                  checksums, fsync
-           <------------------------------------ "free": the region
+           <------------------------------------ "free": the region, and what the index is to say
+                                                 of its parts, or why they could not be written
     "index" -----------------------------------> the index of the files, fsync
            <------------------------------------ "written", or "failed" with the reason
 
@@ -172,14 +173,16 @@ class Writer:
                 self.regions[message["region"]] = memoryview(mmap.mmap(descriptor, 0))
                 os.close(descriptor)
             kind, job = message["kind"], message["job"]
+            records: list[dict[str, Any]] | None = None
             with doing(f"the checkpoint {message['folder']}"):
                 try:
                     if job not in self.failed:
-                        getattr(self, f"on_{kind}")(**message)
+                        records = getattr(self, f"on_{kind}")(**message)
                 except Exception as error:
                     self.failed[job] = f"{type(error).__name__}: {error}"
             if kind == "file":
-                send(self.connection, {"kind": "free", "region": message["region"]})
+                free = {"kind": "free", "job": job, "region": message["region"]}
+                send(self.connection, {**free, "parts": records, "why": self.failed.get(job)})
             elif job in self.failed:
                 send(self.connection, {"kind": "failed", "job": job, "why": self.failed.pop(job)})
             else:
@@ -189,18 +192,31 @@ class Writer:
 
     def on_file(
         self, job: int, folder: str, file: str, region: int, parts: list[Held], **_: Any
-    ) -> None:
-        """Write a region's parts."""
+    ) -> list[dict[str, Any]]:
+        """Write a region's parts; return what the index is to say of them."""
         sums = write_file(Path(folder, file), self.regions[region], parts)
-        self.written.setdefault(job, []).extend(
+        records = [
             {"entry": part["entry"], "start": part["start"], "shape": part["shape"]}
             | {"file": file, "sum": digest}
             for part, digest in zip(parts, sums, strict=True)
-        )
+        ]
+        self.written.setdefault(job, []).extend(records)
+        return records
 
-    def on_index(self, job: int, folder: str, file: str, fields: dict[str, Any], **_: Any) -> None:
-        """Write the index of what a job has written, which completes it."""
-        for part in self.written.get(job, ()):
+    def on_index(
+        self,
+        job: int,
+        folder: str,
+        file: str,
+        fields: dict[str, Any],
+        parts: Sequence[dict[str, Any]] = (),
+        **_: Any,
+    ) -> None:
+        """Write the index of what a job has written, which completes it.
+
+        parts: what a writer before this one had written of it.
+        """
+        for part in (*parts, *self.written.get(job, ())):
             fields["entries"][part.pop("entry")]["parts"].append(part)
         write_sealed(Path(folder, file), fields)
 

@@ -17,6 +17,7 @@ from typing import Any
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.running import supervised
 from hybridflow.core.running.lock import hold
 from hybridflow.core.values.files import CONFIG, MARK, WRITTEN
 from hybridflow.core.values.sealed import write_sealed
@@ -143,5 +144,6 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
             return
         self.requested = True
+        supervised.tell("stopping")
         if not self._begun:
             raise StopRequested

@@ -18,6 +18,7 @@ import attrs
 from hybridflow.core.errors import WorkerDied
 from hybridflow.core.plugins import registry
 from hybridflow.core.processes.page import doing
+from hybridflow.core.running import supervised
 from hybridflow.core.running.checkpoint import Ahead, State
 from hybridflow.core.running.run import Run
 
@@ -127,5 +128,7 @@ class Saving:
         step = one.state.step
         if one.error is not None:
             raise self.run.checkpoints.failure(step, one.error) from one.error
+        of = f" of {self.run.job.stage}" if self.run.job.stage else ""
+        supervised.tell(f"kept step {step}{of}")
         folder = self.run.checkpoints.path(step)
         registry().notify("hybridflow_checkpoint", run=self.run, step=step, folder=folder)

@@ -34,6 +34,7 @@ from hybridflow.core.errors import HangError, WorkerDied
 from hybridflow.core.job.sections import RunSection
 from hybridflow.core.processes import page
 from hybridflow.core.processes.look import ANSWER_S, Frame, Look, Note, Thread, here
+from hybridflow.core.running import supervised
 from hybridflow.core.running.folder import StopSignal
 from hybridflow.core.values.files import PROCESSES
 
@@ -155,6 +156,7 @@ class Watchdog:
             self._acts = False
         self._over.set()
         self._thread.join(2 * ANSWER_S)
+        self._sign()
 
     def say(self, text: str) -> None:
         """Tell the user, if that can be done: a full disk must not keep this thread from acting."""
@@ -167,6 +169,7 @@ class Watchdog:
         every = min(LOOK_S, self.section.patience_s / 10)
         while not self._over.wait(max(every, 10 * self._took_s)):
             self._took_s = 0.0
+            self._sign()
             try:
                 self.look()
             except Exception as error:
@@ -174,6 +177,11 @@ class Watchdog:
                 if (text := f"{type(error).__name__}: {error}") not in self._failed:
                     self._failed.add(text)
                     self.say(f"the watchdog could not look: {traceback.format_exc()}")
+
+    def _sign(self) -> None:
+        """Tell the supervisor that this process goes on, and by when it will do so again."""
+        ends = self._acts and self.section.hang != "say"
+        supervised.tell(f"within {self.section.patience_s if ends else math.inf}")
 
     def look(self) -> None:
         """Look once; tell of what stands still, and do what run.hang says."""

@@ -126,7 +126,7 @@ def test_a_reward_that_hangs_is_named_with_its_row_and_line_and_the_run_ends(run
     )
     said = one.said(r"step 3 waits for reward/score, .*", WITHIN_S + 6)[0]
     assert f"is at reward 'hangs', row {told[1]} for" in said and "in fetch (" in said
-    assert one.ends(WITHIN_S) == 1
+    assert one.ends(WITHIN_S) == 75
     last = one.output.splitlines()[-1]
     assert last.startswith("hybridflow: controller") and "the run has ended by run.hang" in last
 
@@ -172,7 +172,7 @@ def test_a_run_whose_ray_is_broken_ends_at_once_when_it_is_asked_to(run, service
     os.kill(one.look(f"the {service} of the local Ray").pid, sent)
     if sent == signal.SIGSTOP:
         one.process.send_signal(signal.SIGINT)
-    assert one.ends(WITHIN_S) == (1 if sent == signal.SIGKILL else 130), one.output
+    assert one.ends(WITHIN_S) == (75 if sent == signal.SIGKILL else 130), one.output
     last = one.output.splitlines()[-1]
     dead = sent == signal.SIGKILL
     assert f"the {service} of the local Ray" in last if dead else last == "hybridflow: interrupted"

@@ -109,20 +109,69 @@ def test_what_could_not_be_written_is_an_error_once(writer, tmp_path):
     assert Index.read(tmp_path).version == 3
 
 
-def test_a_writer_that_was_killed_is_named_and_the_next_checkpoint_has_another(tmp_path):
-    writer = rank_writer()
-    assert rank_writer() is writer
+def kill(writer: RankWriter) -> None:
+    os.kill(writer.process.pid, signal.SIGKILL)
+    eventually(lambda: state_of(writer.process.pid) == "gone")
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_another_writer_goes_on_for_one_that_was_killed(
+    writer, tmp_path, monkeypatch, caplog, written
+):
+    """Before anything is written, and after the first of three files."""
+    monkeypatch.setattr(module, "FILE_BYTES", 400)
+    # It waits at the files after the first ones, as at a disk that does not answer.
+    slow = [tmp_path / f"rank-00000-{number}.safetensors" for number in range(written, 3)]
+    for file in slow:
+        os.mkfifo(file)
+    pid = writer.process.pid
+    values = [torch.full((100,), float(number)) for number in range(3)]
+    writing = writer.write(parts(*values), tmp_path, 0, 1, 7)
+    eventually(lambda: not writing.done(wait=False) and len(writer._free) == written)
+    kill(writer)
+    for file in slow:
+        file.unlink()
+    assert writing.done(wait=True) and writer.process.pid != pid
+    assert f"(pid {pid}) has ended by signal 9; another one writes" in caplog.text
+    index = Index.read(tmp_path)
+    assert index.version == 7
+    for number in range(3):
+        [part] = index.entries[f"w{number}"]["parts"]
+        [found] = load_file(tmp_path / part["file"]).values()
+        assert found.unique().tolist() == [number]
+
+
+def test_three_writers_of_a_checkpoint_that_end_are_an_error_and_the_next_one_is_written(
+    writer, tmp_path
+):
+    gone, kept = tmp_path / "gone", tmp_path / "kept"
+    for folder in (gone, kept):
+        folder.mkdir()
+    os.mkfifo(gone / "rank-00000-0.safetensors")  # nobody reads it, so that each waits
+    writing = writer.write(parts(torch.ones(3)), gone, 0, 1, 3)
+    for _ in range(2):
+        kill(writer)
+        assert not writing.done(wait=False)
+    kill(writer)
+    with pytest.raises(CheckpointError, match="has ended by signal 9, as 2 others before it"):
+        writing.done(wait=True)
+    writer.write(parts(torch.ones(3)), kept, 0, 1, 4).done(wait=True)
+    assert Index.read(kept).version == 4 and len(writer._free) == 1
+
+
+def test_a_file_that_could_not_be_written_is_not_forgotten_with_its_writer(writer, tmp_path):
     stop(writer)
     writing = writer.write(parts(torch.ones(3)), tmp_path, 0, 1, 3)
-    os.kill(writer.process.pid, signal.SIGKILL)
-    with pytest.raises(
-        CheckpointError, match=rf"\(pid {writer.process.pid}\) has ended \(by signal 9"
-    ):
+    [job] = writer._jobs.values()
+    job.why = "OSError: the disk is full"  # told of one file, before the next
+    kill(writer)
+    with pytest.raises(CheckpointError, match="the disk is full"):
         writing.done(wait=True)
-    again = rank_writer()
-    assert again is not writer
-    again.write(parts(torch.ones(3)), tmp_path, 0, 1, 4).done(wait=True)
-    assert Index.read(tmp_path).version == 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_has_one_writer():
+    assert rank_writer() is rank_writer()
 
 
 def test_no_memory_is_an_error_with_its_size(monkeypatch):

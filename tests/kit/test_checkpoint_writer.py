@@ -118,7 +118,11 @@ def test_a_region_is_written_freed_and_used_again(start, tmp_path):
     descriptor = shared(content)
     entry = {"shape": [4, 3], "dtype": "float32", "parts": []}
     send(connection, file_of(7, tmp_path, [part("w", first, at, (2, 0))]), descriptor)
-    assert receive(connection) == ({"kind": "free", "region": 0}, None)
+    free, descriptor = receive(connection)
+    record = {"entry": "w", "start": [2, 0], "shape": [2, 3], "file": "rank-00000-0.safetensors"}
+    record["sum"] = xxhash.xxh3_64_hexdigest(as_bytes(first))
+    assert free == {"kind": "free", "job": 7, "region": 0, "parts": [record], "why": None}
+    assert descriptor is None
     send(connection, file_of(7, tmp_path, [part("b", second, other)], "rank-00000-1.safetensors"))
     assert receive(connection)[0]["kind"] == "free"
     entries = {"w": entry, "b": {"shape": [4], "dtype": "float32", "parts": []}}
@@ -144,9 +148,11 @@ def test_a_job_that_fails_says_why_has_no_index_and_the_next_one_is_written(star
     parts = [part("w", values, 0)]
     entry = {"shape": [3], "dtype": "float32", "parts": []}
     send(connection, file_of(0, tmp_path / "gone", parts), shared(as_bytes(values)))
-    assert receive(connection)[0] == {"kind": "free", "region": 0}
+    first, _ = receive(connection)
     send(connection, file_of(0, tmp_path, parts))  # of the same job: it is not tried
-    assert receive(connection)[0] == {"kind": "free", "region": 0}
+    second, _ = receive(connection)
+    assert first == second and first["parts"] is None
+    assert first["why"].startswith("FileNotFoundError: ")
     send(connection, index_of(0, tmp_path, w=entry))
     answer, _ = receive(connection)
     assert (answer["kind"], answer["job"]) == ("failed", 0)
