@@ -7,6 +7,7 @@
 # make test-fake  training backends on GPUs and ranks that are not there
 # make test-gpu   what needs a GPU, on a machine that has one
 # make test-browser  reports in Chromium      make test-trackers  services' trackers, offline      make healthy  20 runs without alarms
+# make campaign [MINUTES=30] [SEED=0]  faults, kills and damage by a seed, until something is found (make campaign CASE=runs-0-17)
 # make kills  20 kills of a run with a step ahead      make ahead  what it learns, five seeds
 # make screenshots  pictures of the demo's report, for the docs
 # make matrix  all tests, the engines' with every backend, engine and end of a run: test and test-engines run a slice
@@ -132,6 +133,10 @@ mirror: $(VENV)/.done
 faults: $(VENV)/.done
 	$(PY) ci/faults.py $(FAULTS)
 
+# Goes on where the same seed ended; the folder `campaign` has what was done (docs/reliability.md).
+campaign: $(VENV)/.done
+	PYTHONPATH=tests $(PY) -m campaign $(if $(CASE),--case $(CASE),--minutes $(or $(MINUTES),30) --seed $(SEED))
+
 # Resumes 200 runs, each with a damaged file.
 damage: $(VENV)/.done
 	HYBRIDFLOW_DAMAGES=$(or $(DAMAGES),200) $(PY) -m pytest -n 2 tests/faults/test_damage.py
@@ -169,4 +174,4 @@ environments: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .venv-trackers .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-browser test-trackers healthy kills ahead screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean
+.PHONY: demo test test-browser test-trackers healthy kills ahead screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults campaign damage configs docs bench curves environments clean

@@ -7,8 +7,8 @@
       -> run.hang: nothing, or what stands still is killed, or the run ends
 
 Without a call at work it is the controller's own page that counts: under the runtime `inline`, and
-where a tracker or a hook hangs. Nothing is ended before the first step, nor once the run leaves its
-loop.
+where a tracker or a hook hangs. Before the first step only what is stopped is ended, and nothing
+once the run leaves its loop.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class _Still:
     """When it was first seen at that, by time.monotonic."""
     still_s: float = 0.0
     """For how long it had not moved when it was last seen."""
+    note: str = ""
+    """The innermost note of its page when it was last seen, without numbers."""
     excused: bool = False
     """Whether somebody else was the cause: it says nothing of how long such calls take."""
     told_s: float = 0.0
@@ -102,12 +104,14 @@ class Watchdog:
         self.step: Callable[[], int] = lambda: 0
         """The number of completed steps."""
         self._told = say
-        self._acts = False
+        self._acts = True
         """Whether anything may be ended."""
+        self._begun = False
+        """Whether the first step has begun; before, a model may be loaded for long."""
         self._acting = threading.Lock()
         self._seen: dict[Any, _Still] = {}
-        self._longest: dict[str, float] = {}
-        """Kind -> the longest time that such a process stood still and then moved."""
+        self._longest: dict[tuple[str, str], float] = {}
+        """(kind, note) -> the longest time that such a process stood still and then moved."""
         self._killed: set[tuple[str, int]] = set()
         self._interruption: tuple[Hung, Exception] | None = None
         """What was raised in the main thread, and the error that it stands for."""
@@ -148,7 +152,7 @@ class Watchdog:
 
     def begin(self) -> None:
         """From now on what stands still may be ended: the first step begins."""
-        self._acts = True
+        self._begun = True
 
     def _leave(self) -> None:
         """End the thread: from here on nothing is ended, and the runtime may be."""
@@ -223,7 +227,8 @@ class Watchdog:
 
     def _limit(self, one: _Still) -> float:
         """Return for how long a process may stand still."""
-        return max(self.section.patience_s, TIMES * self._longest.get(one.kind, 0.0))
+        longest = self._longest.get((one.kind, one.note), 0.0)
+        return max(self.section.patience_s, TIMES * longest)
 
     def _is_still(self, key: Key, look: Look | None, now: float) -> bool:
         """Note for how long a process has not moved; return whether that is too long."""
@@ -234,13 +239,15 @@ class Watchdog:
             self._went_on(one)
         one.still_s = still_s
         one.place = None if look is None else look.place
+        one.note = _kind(look.present[-1].text) if look is not None and look.present else ""
         one.excused |= look is not None and look.state == "stopped"
         return still_s > self._limit(one)
 
     def _went_on(self, one: _Still) -> None:
         """Note that a process has moved after it stood still."""
         if not one.excused:
-            self._longest[one.kind] = max(self._longest.get(one.kind, 0.0), one.still_s)
+            key = one.kind, one.note
+            self._longest[key] = max(self._longest.get(key, 0.0), one.still_s)
         if one.told_s:
             self.say(f"{one.kind} goes on, after {one.still_s:.0f} s")
             one.told_s = 0.0
@@ -265,8 +272,7 @@ class Watchdog:
         notes = [] if own is None else own.notes
         if own is None or not notes:
             return
-        # Which step it is, say, makes no other kind.
-        kind = re.sub(r"\d+", "N", notes[0].text)
+        kind = _kind(notes[0].text)
         one = before.pop("controller", None)
         if one is None or one.kind != kind:
             # For the first time: the call that it waited for may have ended a moment ago.
@@ -277,12 +283,14 @@ class Watchdog:
         if still_s < one.still_s:
             self._went_on(one)
         one.still_s = still_s
+        one.note = _kind(notes[-1].text)
         if still_s <= self._limit(one) or not self._due(one):
             return
         one.told_s = still_s
         look = self._own_look(own, now)
         stopped = [other for other in self._places().values() if other.state == "stopped"]
         at_fault, peers = (stopped, [look]) if stopped else ([look], [])
+        one.excused |= bool(stopped)
         about = notes[0].text.removeprefix("waits for ")
         self._conclude(at_fault, peers, [look], about, still_s, lambda: own.moved_at == moved_at)
 
@@ -371,7 +379,7 @@ class Watchdog:
         acts = False
         then = 'It is left alone (run.hang = "say")'
         if hang != "say":
-            if not self._acts:
+            if not self._begun and not stopped:
                 then = "It is left alone before the first step"
             elif by_itself and not stopped:
                 then = "It is left to its own limit"
@@ -439,6 +447,11 @@ class Watchdog:
             self.say(f"{error}; the controller itself does not react either: its process ends")
             faulthandler.dump_traceback(all_threads=True)
             os._exit(1)
+
+
+def _kind(text: str) -> str:
+    """Return a note without its numbers: which step or row it is makes no other kind."""
+    return re.sub(r"\d+", "N", text)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

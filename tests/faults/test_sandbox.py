@@ -8,10 +8,8 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.attacks import attacks
+from helpers.canaries import canaries
 from helpers.paths import EVERY
 from helpers.programs import run
 from helpers.waiting import eventually
@@ -33,52 +32,9 @@ from hybridflow.kit.sandbox.session import Sandbox
 
 
 @pytest.fixture
-def canary(tmp_path, monkeypatch):
-    """Things of this machine that the test made, and that no program may get at."""
-    secret = f"canary-{secrets.token_hex(16)}"
-    folder = tmp_path / "canary"
-    folder.mkdir()
-    file = folder / "file"
-    file.write_text(secret)
-    for path in (file, *file.parents):
-        if path == Path(tempfile.gettempdir()):
-            break
-        path.chmod(0o777)
-    shared = Path("/dev/shm") / secret
-    shared.write_text(secret)
-    shared.chmod(0o666)
-    variable = "HYBRIDFLOW_TEST_CANARY"
-    monkeypatch.setenv(variable, secret)
-    process = subprocess.Popen(["sleep", "600"])
-    sockets = [
-        socket.create_server(("127.0.0.1", 0)),
-        socket.socket(socket.AF_UNIX),
-        socket.socket(socket.AF_UNIX),
-    ]
-    sockets[1].bind(f"\0{secret}")
-    sockets[2].bind(str(folder / "socket"))
-    for listening in sockets:
-        listening.listen()
-    try:
-        yield {
-            "secret": secret,
-            "file": str(file),
-            "folder": str(folder),
-            "variable": variable,
-            "process": process.pid,
-            "port": sockets[0].getsockname()[1],
-            "abstract": secret,
-            "socket": str(folder / "socket"),
-        }
-        assert file.read_text() == shared.read_text() == secret
-        assert sorted(path.name for path in folder.iterdir()) == ["file", "socket"]
-        assert process.poll() is None
-    finally:
-        shared.unlink()
-        process.kill()
-        process.wait()
-        for listening in sockets:
-            listening.close()
+def canary(tmp_path):
+    with canaries(tmp_path) as made:
+        yield made
 
 
 SIGNALS = """

@@ -21,6 +21,10 @@ JSONS = (
 )
 
 
+REFUSED = ("run.json", "done.json")
+"""Files without which nobody knows what the run was; any other one has a way round it."""
+
+
 class Touches:
     """Unpickled, it makes a file."""
 
@@ -68,3 +72,14 @@ def damage(run: Path, draw: random.Random, way: str) -> Path:
     else:
         file.write_bytes(content)
     return file.relative_to(run)
+
+
+def wrong(status: int, printed: str, way: str, file: Path) -> str:
+    """What is wrong with how a resume took a damaged file, but for the weights; "": nothing."""
+    if "Traceback" in printed:
+        return "it ends in a traceback"
+    if status and file.name not in REFUSED and not (way == "folder" and file.suffix == ".jsonl"):
+        return "it is refused, and need not be"
+    if status and file.name not in printed:
+        return "it is not named"
+    return ""

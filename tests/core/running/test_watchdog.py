@@ -147,7 +147,7 @@ def test_a_new_call_begins_anew(watched, clock):
 
 def test_calls_that_stood_still_before_and_went_on_may_do_so_three_times_as_long(watched, clock):
     watch, runtime, told = watched()
-    runtime.looks = [doing(0, "first compile", 0.0)]
+    runtime.looks = [doing(0, "compile 1", 0.0)]
     runtime.calls = [(runtime.ranks[0], Label("actor", "update"))]
     watch.look()
     pass_(clock, watch, runtime, 120.0)
@@ -157,12 +157,27 @@ def test_calls_that_stood_still_before_and_went_on_may_do_so_three_times_as_long
     assert len(told) == 2 and told[1] == "actor/update goes on, after 120 s"
 
     runtime.calls = [(runtime.ranks[0], Label("actor", "update"))]
+    runtime.looks = [doing(0, "compile 2", 0.0)]
     watch.look()
     pass_(clock, watch, runtime, 200.0)
     pass_(clock, watch, runtime, 155.0)
     assert len(told) == 2
     pass_(clock, watch, runtime, 10.0)
     assert len(told) == 3 and "(365 s)" in told[2]
+
+
+def test_what_stood_still_at_something_else_teaches_nothing(watched, clock):
+    """An engine that starts again, say, is waited for in the same call as its tokens."""
+    watch, runtime, told = watched(hang="restart")
+    runtime.calls = [(runtime.ranks[0], Label("actor", "generate"))]
+    runtime.looks = [doing(0, "engine 7: start", 0.0, left_s=500.0)]
+    watch.look()
+    pass_(clock, watch, runtime, 150.0)
+    runtime.looks = [doing(0, "engine 7: tokens", 0.0)]
+    pass_(clock, watch, runtime, 0.0)
+    assert told[1] == "actor/generate goes on, after 150 s" and runtime.killed == []
+    pass_(clock, watch, runtime, 110.0)
+    assert "(110 s)" in told[2] and runtime.killed == [100]
 
 
 def test_ranks_that_wait_for_one_that_moves_are_not_told(watched, clock):
@@ -277,16 +292,19 @@ def test_a_thread_that_was_given_up_is_not_what_a_process_is_about(watched, cloc
     assert runtime.killed == [100]
 
 
-def test_before_the_first_step_nothing_is_ended(watched, clock):
+def test_before_the_first_step_nothing_is_ended_that_may_load_a_model(watched, clock):
     watch, runtime, told = watched(hang="restart")
-    watch._acts = False
+    watch._begun = False
     runtime.calls = [(runtime.ranks[0], Label("actor", "build"))]
     runtime.looks = [doing(0, "actor/build", 0.0, MINE)]
     watch.look()
     for _ in range(20):
         pass_(clock, watch, runtime, 110.0)
-    assert all("It is left alone before the first step" in line for line in told)
+    assert told and all("It is left alone before the first step" in line for line in told)
     assert runtime.killed == []
+    runtime.looks = [attrs.evolve(one, state="stopped") for one in runtime.looks]
+    pass_(clock, watch, runtime, 5000.0)
+    assert runtime.killed == [100]
 
 
 @pytest.mark.parametrize("what", ["moves", "ends", "leaves"])
@@ -415,6 +433,27 @@ def test_a_reply_that_has_just_arrived_is_no_controller_that_hangs(watched, cloc
             assert len(told) == 1 and "step 12 waits for actor/generate of rank 0, in" in told[0]
     finally:
         page.end()
+
+
+def test_a_stopped_engine_that_the_controller_waited_for_teaches_it_no_patience(
+    watched, clock, tmp_path
+):
+    watch, runtime, told = watched(hang="restart")
+    page.begin(tmp_path, "controller")
+    try:
+        with page.doing("actor/generate"), page.doing("the engine (pid 200): tokens"):
+            for killed in (1, 2):
+                watch.look()
+                runtime.looks = [engine(0, "stopped")]
+                clock[0] += 110.0
+                watch.look()
+                assert runtime.killed == [200] * killed
+                runtime.looks = []
+                page.moved()
+                watch.look()
+    finally:
+        page.end()
+    assert told[1] == "actor/generate goes on, after 110 s" and len(told) == 4
 
 
 def test_a_controller_with_nothing_to_do_is_not_told(runs):

@@ -1,0 +1,169 @@
+"""What a case of the campaign is: items that are drawn by its name, and what came of doing them."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+from helpers.shared_memory import mapped_by
+
+ROOT = Path(__file__).parents[2]
+ANSWER = "answer "
+"""Begins the line with which a case's process tells what came of it."""
+LEFT_S = 30.0
+"""Seconds after its end within which all that a case has started must be gone."""
+
+
+@attrs.define
+class Result:
+    """What came of a case."""
+
+    counts: Counter[str] = attrs.field(factory=Counter)
+    """What was done, by kind -> how often."""
+    problems: list[str] = attrs.field(factory=list)
+    """What should not be; empty: nothing was found."""
+    back_s: dict[str, float] = attrs.field(factory=dict)
+    """What was done -> the longest time after which the run had made another step."""
+
+    def problem(self, text: str) -> None:
+        self.problems.append(text)
+
+
+class Part(Protocol):
+    """A kind of cases."""
+
+    name: str
+
+    def draw(self, draws: random.Random) -> list[Any]:
+        """The items of a case, each of which may be left out."""
+
+    def do(self, draws: random.Random, items: Sequence[Any], folder: Path) -> Result:
+        """Do them in an empty folder. `draws` is as `draw` has left it."""
+
+
+@attrs.frozen
+class Case:
+    """A case by its name, such as "runs-0-17", with some of its items: "runs-0-17:2,5"."""
+
+    part: str
+    seed: int
+    number: int
+    only: tuple[int, ...] | None = None
+    """The places of the items that are done; None: all."""
+
+    @classmethod
+    def named(cls, name: str) -> Case:
+        head, _, places = name.partition(":")
+        part, seed, number = head.rsplit("-", 2)
+        only = tuple(int(place) for place in places.split(",")) if places else None
+        return cls(part, int(seed), int(number), only)
+
+    @property
+    def name(self) -> str:
+        places = "" if self.only is None else ":" + ",".join(map(str, self.only))
+        return f"{self.part}-{self.seed}-{self.number}{places}"
+
+    def drawn(self, part: Part) -> tuple[random.Random, list[Any]]:
+        """What `part.do` is given."""
+        draws = random.Random(f"{self.part}-{self.seed}-{self.number}")
+        items = part.draw(draws)
+        return draws, items if self.only is None else [items[place] for place in self.only]
+
+    def answer(self, part: Part) -> None:
+        """Do the case in this process, and print what came of it."""
+        draws, items = self.drawn(part)
+        result = part.do(draws, items, Path.cwd())
+        print(ANSWER + json.dumps(attrs.asdict(result)), flush=True)
+
+    def run(self, limit_s: float) -> Result:
+        """Do the case in a process and a folder of its own, and look at what it leaves."""
+        # Short, since names of sockets have at most 107 characters.
+        with tempfile.TemporaryDirectory(prefix="hfc", dir="/tmp") as made:
+            folder = Path(made)
+            for name in ("work", "tmp"):
+                (folder / name).mkdir()
+            mark = f"campaign-{os.getpid()}-{time.monotonic_ns()}"
+            environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "MARK": mark}
+            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()}
+            with (folder / "said").open("w+") as said:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "campaign", "--answer", self.name],
+                    cwd=folder / "work",
+                    env=environment,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                try:
+                    child.wait(limit_s)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+                said.seek(0)
+                text = said.read()
+            result = _result(text)
+            if result is None:
+                result = Result(
+                    problems=[f"its process has ended by {child.returncode}:\n{text[-3000:]}"]
+                )
+            for problem in left_behind(mark, folder / "tmp"):
+                result.problem(problem)
+            return result
+
+
+def _import_path() -> str:
+    return os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _result(text: str) -> Result | None:
+    for line in text.splitlines():
+        if line.startswith(ANSWER):
+            fields = json.loads(line.removeprefix(ANSWER))
+            return Result(Counter(fields["counts"]), fields["problems"], fields["back_s"])
+    return None
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that were started, however indirectly, with MARK in their environment -> their commands."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+            dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            continue
+        if f"MARK={mark}".encode() in environment and not dead:
+            found[int(folder.name)] = command.strip()
+    return found
+
+
+def left_behind(mark: str, temporary: Path) -> list[str]:
+    """What a case has left: processes after 30 s, files; the processes are ended."""
+    deadline = time.monotonic() + LEFT_S
+    while (alive := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    problems = [f"process {pid} is left: {command}" for pid, command in alive.items()]
+    problems += [f"/dev/shm/{name} is left" for name in mapped_by(alive)]
+    for pid in alive:
+        os.kill(pid, 9)
+    # A local Ray's logs are kept, as the docs say; the other one is torch's own.
+    kept = (f"hybridflow-{os.getuid()}", f"torchinductor_{getpass.getuser()}")
+    return problems + [
+        f"{path.name} is left in the folder of temporary files"
+        for path in sorted(temporary.iterdir())
+        if path.name not in kept
+    ]
