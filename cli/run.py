@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-from functools import partial
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from hybridflow.cli.arguments import add_config
 from hybridflow.cli.statuses import STOPPED
@@ -47,25 +52,54 @@ class RunCommand(Command):
             return _supervise(arguments)
 
         supervised.begin()
-        # Before torch is imported, which is why the rest is imported here.
-        tables, _ = read_config(arguments.config, arguments.overrides)
-        wait_briefly(tables)
-        from hybridflow.settle.launch import run
+        with _stoppable():
+            # Before torch is imported, which is why the rest is imported here.
+            tables, _ = read_config(arguments.config, arguments.overrides)
+            wait_briefly(tables)
+            from hybridflow.settle.launch import run
 
-        outcome = run(
-            arguments.config,
-            arguments.overrides,
-            arguments.resume,
-            arguments.overwrite,
-            arguments.stage,
-        )
+            outcome = run(
+                arguments.config,
+                arguments.overrides,
+                arguments.resume,
+                arguments.overwrite,
+                arguments.stage,
+            )
         return 0 if outcome.state == "finished" else STOPPED
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """End this process by SIGTERM with STOPPED, before a run takes the signal and between two."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if supervised.stopping():  # a run that has begun got a second one
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        sys.exit(STOPPED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
     """Run the config in a process of its own, and again when that has died."""
-    command = [sys.executable, "-m", "hybridflow.cli.main", "run", arguments.config]
+    command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "run", arguments.config]
     if arguments.stage is not None:
         command += ["--stage", arguments.stage]
     first = [f"--{name}" for name in ("resume", "overwrite") if getattr(arguments, name)]
-    return supervise([*command, *arguments.overrides], first, partial(print, flush=True))
+    return supervise([*command, *arguments.overrides], first, _say)
+
+
+def _say(text: str) -> None:
+    """Print a line; whoever reads it may have gone, which is no reason to look after no run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

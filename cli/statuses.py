@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from hybridflow.core.errors import HangError, HybridFlowError, WorkerDied
+from hybridflow.core.running.supervised import DIED
 
 ERROR = 1
 """It would happen again: something is to be mended first."""
-DIED = 75
-"""Something has died or stood still, so --resume may go on (sysexits' EX_TEMPFAIL)."""
 STOPPED = 99
 """A run was told to stop and goes on with --resume. Grid Engine queues such jobs again by itself,
 other schedulers where they are told to."""

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from hybridflow.cli.statuses import DIED, INTERRUPTED, STOPPED
-from hybridflow.core.running.supervised import VARIABLE
+from hybridflow.cli.statuses import INTERRUPTED, STOPPED
+from hybridflow.core.running.supervised import AGAIN, DIED, VARIABLE
 
 TRIES = 5
 """Starts in a row without a checkpoint, after which a run is given up."""
@@ -47,9 +47,11 @@ def supervise(command: Sequence[str], first: Sequence[str], say: Callable[[str],
     starts, in_vain, step = 1, 0, ""
     with _signals() as arrived:
         while True:
-            start = _Start([*command, *more], arrived)
+            start = _Start([*command, *more], arrived, again=starts > 1)
             status = start.wait(say)
             why = start.why
+            if why is not None and arrived == [signal.SIGTERM]:
+                return STOPPED  # it has died before it could stop: the newest checkpoint stands
             if arrived or why is None:
                 return status
 
@@ -74,7 +76,7 @@ def supervise(command: Sequence[str], first: Sequence[str], say: Callable[[str],
 class _Start:
     """One start of the run."""
 
-    def __init__(self, command: Sequence[str], arrived: list[int]):
+    def __init__(self, command: Sequence[str], arrived: list[int], again: bool):
         """arrived: signals that this process gets, which are passed on."""
         self.begun = False
         """Whether the run has taken its folder."""
@@ -96,7 +98,7 @@ class _Start:
             # In a group of its own, so that the terminal's Ctrl-C comes here alone.
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, VARIABLE: str(end)},
+                env={**os.environ, VARIABLE: f"{end} {AGAIN}" if again else str(end)},
                 pass_fds=(end,),
                 process_group=0,
             )
@@ -126,11 +128,11 @@ class _Start:
             looked = now
             if now > self._due and not select.select([self._pipe], [], [], 0)[0]:
                 self._due = math.inf
+                self._process.kill()
                 say(
                     f"supervisor: the run (pid {self._process.pid}) has made no sign for "
                     f"{self._within_s:.0f} s; it is ended"
                 )
-                self._process.kill()
         self._hear()
         os.close(self._pipe)
         code = self._process.returncode
@@ -178,10 +180,18 @@ def _signals() -> Iterator[list[int]]:
     arrived: list[int] = []
 
     def collect(number: int, frame: FrameType | None) -> None:
-        # A closed terminal is no reason to lose a step.
-        arrived.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        # A closed terminal is no reason to lose a step; it often comes beside another signal.
+        if number == signal.SIGHUP and not arrived:
+            number = signal.SIGTERM
+        if number != signal.SIGHUP:
+            arrived.append(number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    # What is ignored (by nohup, say) stays so.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, collect) for number in numbers}
     try:
         yield arrived

@@ -262,7 +262,7 @@ def _start(
     config: str, overrides: Sequence[str], folder: Path, point: Point, slot: dict[str, str]
 ) -> subprocess.Popen:
     """Start a run, or resume one that was interrupted."""
-    command = [sys.executable, "-m", "hybridflow.cli.main", "run", config, *overrides]
+    command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "run", config, *overrides]
     if (folder / point.name).is_dir():
         command.append("--resume")
 

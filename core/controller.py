@@ -76,6 +76,8 @@ class RunOutcome:
     """Number of completed training steps."""
     validations: dict[int, dict[str, float]]
     """Step -> metrics of the validation after it."""
+    asked: bool = False
+    """Whether SIGTERM arrived, though perhaps too late for this run."""
 
 
 def run_job(
@@ -192,7 +194,7 @@ def train(
         report.checkpoint(run.step)
         keep(run, pages, saving, export)
         report.ended()
-        return RunOutcome("finished", run.step, run.validations)
+        return RunOutcome("finished", run.step, run.validations, stop.requested)
 
 
 def keep(run: Run, pages: Pages, saving: Saving, export: bool) -> None:

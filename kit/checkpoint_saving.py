@@ -74,6 +74,8 @@ class _Job:
     """Region -> the message that has it written; those that are not written yet."""
     records: list[dict[str, Any]] = attrs.field(factory=list)
     """What the index says of the parts that are written."""
+    earlier: list[dict[str, Any]] = attrs.field(factory=list)
+    """Those of them that a writer before the present one has written."""
     index: dict[str, Any] | None = None
     """The message that completes it, once all files are sent."""
     why: str | None = None
@@ -174,7 +176,7 @@ class RankWriter:
     def _send_now(self, job: _Job, region: Region | None) -> None:
         if region is None:
             assert job.index is not None
-            send(self.connection, job.index)
+            send(self.connection, {**job.index, "parts": job.earlier})
             return
         message = {**job.files[region.number], "region": region.number}
         send(self.connection, message, None if region.known else region.descriptor)
@@ -182,7 +184,7 @@ class RankWriter:
 
     def _hear(self, wait_s: float | None) -> None:
         """Take the writer's answers; without any, wait so long for the first (None: for ever)."""
-        while select.select([self.connection], [], [], wait_s)[0]:
+        while self.connection.fileno() >= 0 and select.select([self.connection], [], [], wait_s)[0]:
             wait_s = 0.0
             try:
                 message, _ = receive(self.connection)
@@ -202,6 +204,13 @@ class RankWriter:
             if message["kind"] == "failed":
                 self._failed[message["job"]] = message["why"]
 
+    def _give_up(self, why: str) -> None:
+        """Fail what is not written; the next checkpoint tries again to start a writer."""
+        global _writer
+        _writer = None
+        self._failed.update(dict.fromkeys(self._jobs, why))
+        self._jobs.clear()
+
     def _replace(self) -> None:
         """Start another writer in the place of one that has ended, for what is not written."""
         self.connection.close()
@@ -209,6 +218,7 @@ class RankWriter:
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         ended = f"the process that writes checkpoints (pid {self.process.pid}) has ended {how}"
         for job in list(self._jobs.values()):
+            job.earlier = list(job.records)
             job.ends += 1
             if job.ends == MOST_ENDS and job.why is None:
                 job.why = f"{ended}, as {MOST_ENDS - 1} others before it"
@@ -216,7 +226,11 @@ class RankWriter:
                 del self._jobs[job.number]
                 self._failed[job.number] = job.why
         log.warning("%s; another one writes what it has not", ended)
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            self._give_up(f"{ended}, and no other one can be started: {error}")
+            return
         for region in (*self._free, *self._used.values()):
             region.known = False
         wanted = {number for job in self._jobs.values() for number in job.files}
@@ -227,7 +241,6 @@ class RankWriter:
                 for number in job.files:
                     self._send_now(job, self._used[number])
                 if job.index is not None:
-                    job.index["parts"] = list(job.records)
                     self._send_now(job, None)
         except OSError:
             self._replace()

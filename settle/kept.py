@@ -19,6 +19,7 @@ from hybridflow.core.values.files import (
     LOGS,
     MARK,
     PARTIAL_EXPORT,
+    PROCESSES,
     REPORT,
     TRACE,
 )
@@ -63,13 +64,18 @@ def read_done(job: Job) -> Done | None:
         ) from error
 
 
+NO_RESULTS = (
+    *(MARK, LOCK, CONSOLE, LOGS, PROCESSES, JOURNAL, CHECKPOINTS),
+    *(FORK, PARTIAL_EXPORT, REPORT, TRACE),
+)
+
+
 def results_of(job: Job) -> list[str]:
     """Return the names in the run's folder, without checkpoints, journal, logs, lock and marks."""
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    marks = (MARK, LOCK, CONSOLE, LOGS, JOURNAL, CHECKPOINTS, FORK, PARTIAL_EXPORT, REPORT, TRACE)
-    return [name for name in names if name not in marks and not name.endswith(PARTIAL)]
+    return [name for name in names if name not in NO_RESULTS and not name.endswith(PARTIAL)]
 
 
 def to_train(job: Job, done: Done) -> bool:

@@ -16,6 +16,7 @@ from hybridflow.core.errors import ConfigError, DamagedError
 from hybridflow.core.job.job import Job
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
+from hybridflow.core.running import supervised
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.folder import claim
 from hybridflow.core.running.origin import origin
@@ -131,6 +132,8 @@ def run(
             if outcome.state != "finished":
                 return outcome
             write_done(job, Done(outcome.step, outcome.validations, export))
+            if outcome.asked and None in done[index + 1 :]:
+                return attrs.evolve(outcome, state="stopped")
         outcomes[job.stage or job.name] = outcome
 
     if summary := summarise(jobs, outcomes):
@@ -274,7 +277,12 @@ def _still_done(job: Job, later: list[Job]) -> Done | None:
 
 
 def _refuse_lost_run(job: Job) -> None:
-    """Raise ConfigError where a run has results but no checkpoint: they would be replaced."""
+    """Raise ConfigError where a run has results but no checkpoint: they would be replaced.
+
+    Not where a supervisor starts it again: they are those of its start before, which has died.
+    """
+    if supervised.again():
+        return
     results = results_of(job)
     if results and not checkpoints_of(job).steps():
         names = ", ".join(results[:4])

@@ -122,6 +122,11 @@ class StopSignal:
         if self.requested:
             raise StopRequested
 
+    def ask(self) -> None:
+        """Ask for a stop, as SIGTERM does, unless that was done; called from another thread."""
+        if self._before is not None and not self.requested:
+            _signal_main_thread()
+
     def fail(self, error: BaseException) -> bool:
         """Raise an error in the main thread, wherever it is; called from another one.
 
@@ -130,16 +135,14 @@ class StopSignal:
         if self._before is None:
             return False
         self._error = error
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGTERM)
+        _signal_main_thread()
         return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self.requested:  # a second signal is no longer caught
+        if self.requested:  # a second one is no longer caught
             signal.signal(signal.SIGTERM, self._before)
             signal.raise_signal(signal.SIGTERM)
             return
@@ -147,3 +150,9 @@ class StopSignal:
         supervised.tell("stopping")
         if not self._begun:
             raise StopRequested
+
+
+def _signal_main_thread() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGTERM)

@@ -121,6 +121,7 @@ class Watchdog:
         self._failed: set[str] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
+        self._signs = threading.Thread(target=self._sign, daemon=True, name="signs")
         self._before: str | None = None
 
     def __enter__(self) -> Watchdog:
@@ -129,6 +130,7 @@ class Watchdog:
         self._before = os.environ.get(page.FOLDER)
         os.environ[page.FOLDER] = str(self.pages)
         self._thread.start()
+        self._signs.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -160,7 +162,6 @@ class Watchdog:
             self._acts = False
         self._over.set()
         self._thread.join(2 * ANSWER_S)
-        self._sign()
 
     def say(self, text: str) -> None:
         """Tell the user, if that can be done: a full disk must not keep this thread from acting."""
@@ -173,7 +174,6 @@ class Watchdog:
         every = min(LOOK_S, self.section.patience_s / 10)
         while not self._over.wait(max(every, 10 * self._took_s)):
             self._took_s = 0.0
-            self._sign()
             try:
                 self.look()
             except Exception as error:
@@ -183,9 +183,14 @@ class Watchdog:
                     self.say(f"the watchdog could not look: {traceback.format_exc()}")
 
     def _sign(self) -> None:
-        """Tell the supervisor that this process goes on, and by when it will do so again."""
-        ends = self._acts and self.section.hang != "say"
-        supervised.tell(f"within {self.section.patience_s if ends else math.inf}")
+        """Tell the supervisor again and again that this process goes on. Runs in a thread."""
+        within = math.inf if self.section.hang == "say" else self.section.patience_s
+        while not self._over.wait(min(LOOK_S, self.section.patience_s / 10)):
+            supervised.tell(f"within {within}")
+            if supervised.lost():
+                self.stop.ask()
+                break
+        supervised.tell(f"within {math.inf}")
 
     def look(self) -> None:
         """Look once; tell of what stands still, and do what run.hang says."""
@@ -446,7 +451,7 @@ class Watchdog:
                 continue
             self.say(f"{error}; the controller itself does not react either: its process ends")
             faulthandler.dump_traceback(all_threads=True)
-            os._exit(1)
+            os._exit(supervised.DIED)
 
 
 def _kind(text: str) -> str:

@@ -4,8 +4,7 @@
     python -m campaign --case runs-0-17         one case again, with --case runs-0-17:2,5 two of its items
     python -m campaign --table                  what all seeds together have done, as a table
 
-The folder `campaign` has the ledger, a line for each case, and what undisturbed runs give. It is begun anew with
---anew, and where the code has changed.
+The folder `campaign` has the ledger, a line for each case, and what undisturbed runs give. It is begun anew with --anew.
 """
 
 from __future__ import annotations
@@ -180,11 +179,15 @@ def reduced(case: Case) -> str:
 
 def _code() -> str:
     """A name of the code: what undisturbed runs give holds for it alone."""
-    said = [
-        subprocess.run(["git", *command], cwd=ROOT, capture_output=True).stdout
-        for command in (["rev-parse", "HEAD"], ["diff", "HEAD"])
-    ]
-    return "references-" + hashlib.sha256(b"".join(said)).hexdigest()[:12]
+    command = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    files = [ROOT / name for name in names if (ROOT / name).exists()]
+    return (
+        "references-"
+        + hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    )
 
 
 if __name__ == "__main__":

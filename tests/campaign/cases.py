@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -93,6 +94,7 @@ class Case:
             folder = Path(made)
             for name in ("work", "tmp"):
                 (folder / name).mkdir()
+            shared = set(os.listdir("/dev/shm"))
             mark = f"campaign-{os.getpid()}-{time.monotonic_ns()}"
             environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "MARK": mark}
             environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()}
@@ -112,14 +114,22 @@ class Case:
                     child.wait()
                 said.seek(0)
                 text = said.read()
+            _unmount(folder)
             result = _result(text)
             if result is None:
                 result = Result(
                     problems=[f"its process has ended by {child.returncode}:\n{text[-3000:]}"]
                 )
-            for problem in left_behind(mark, folder / "tmp"):
+            for problem in left_behind(mark, folder, shared):
                 result.problem(problem)
             return result
+
+
+def _unmount(folder: Path) -> None:
+    """Take away the file systems that a process which was ended has left in a folder."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        if line.split()[1].startswith(f"{folder}/"):
+            subprocess.run(["umount", "-l", line.split()[1]], check=False)
 
 
 def _import_path() -> str:
@@ -134,36 +144,46 @@ def _result(text: str) -> Result | None:
     return None
 
 
-def marked(mark: str) -> dict[int, str]:
-    """Processes that were started, however indirectly, with MARK in their environment -> their commands."""
+def marked(mark: str, folder: Path) -> dict[int, str]:
+    """Processes that were started, however indirectly, with MARK in their environment -> their commands.
+
+    Or that name the folder: some of Ray's write over their environment.
+    """
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
+            environment = (process / "environ").read_bytes().split(b"\0")
             command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             )
-            dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            dead = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
         except OSError:
             continue
-        if f"MARK={mark}".encode() in environment and not dead:
-            found[int(folder.name)] = command.strip()
+        if (f"MARK={mark}".encode() in environment or f"{folder}/" in command) and not dead:
+            found[int(process.name)] = command.strip()
     return found
 
 
-def left_behind(mark: str, temporary: Path) -> list[str]:
-    """What a case has left: processes after 30 s, files; the processes are ended."""
+def left_behind(mark: str, folder: Path, shared: set[str]) -> list[str]:
+    """What a case has left: processes after 30 s, memory, files; the processes are ended.
+
+    shared: the names in /dev/shm before.
+    """
     deadline = time.monotonic() + LEFT_S
-    while (alive := marked(mark)) and time.monotonic() < deadline:
+    while (alive := marked(mark, folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     problems = [f"process {pid} is left: {command}" for pid, command in alive.items()]
-    problems += [f"/dev/shm/{name} is left" for name in mapped_by(alive)]
+    # What other programs of this machine have made meanwhile they have mapped.
+    others = mapped_by(int(one.name) for one in Path("/proc").glob("[0-9]*"))
+    new = set(os.listdir("/dev/shm")) - shared - (others - mapped_by(alive))
+    problems += [f"/dev/shm/{name} is left" for name in sorted(new)]
     for pid in alive:
-        os.kill(pid, 9)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
     # A local Ray's logs are kept, as the docs say; the other one is torch's own.
     kept = (f"hybridflow-{os.getuid()}", f"torchinductor_{getpass.getuser()}")
     return problems + [
         f"{path.name} is left in the folder of temporary files"
-        for path in sorted(temporary.iterdir())
+        for path in sorted((folder / "tmp").iterdir())
         if path.name not in kept
     ]

@@ -40,6 +40,10 @@ class Configs:
         for seed in items:
             draws = random.Random(seed)
             tables = mutated(draws, drawn(draws))
+            try:
+                toml(tables)
+            except Exception:  # what was mixed up is no TOML
+                continue
             result.counts["configs"] += 1
             if found := wrong(folder, tables):
                 least = reduced(tables, lambda fewer: bool(wrong(folder, fewer)))
@@ -53,7 +57,7 @@ def wrong(folder: Path, tables: Mapping[str, Any]) -> str:
     """What is wrong with how `show` takes a configuration; "": nothing."""
     try:
         (folder / "c.toml").write_text(toml(tables))
-    except Exception:  # what was taken out leaves no TOML
+    except Exception:  # reduced too far
         return ""
     before = sorted(path.name for path in folder.iterdir())
 

@@ -39,6 +39,8 @@ AHEAD = (
     "pools={main=[1], engines=[1]}", "actor.generation.pool=engines", "run.max_staleness=1",
     "algorithm.correction=truncate",
 )  # fmt: skip
+WORKERS = "--- traceback of the worker ---\nTraceback (most recent call last)"
+"""What an error has below its message where it is of a worker's code."""
 OWN = "rollout={own_process=true, restarts=1000}"
 JUDGED = (
     "reward={function='judge', options={model='any', url='http://127.0.0.1:PORT/v1', key='MARK'}}"
@@ -86,8 +88,10 @@ def bad_once(sample):
         return eval(said, {"nan": float("nan"), "inf": float("inf")})
     return digits(sample)
 """
-ENDS = ("term", "int", "supervisor", "bad", "full")
-"""Actions after which a run ends by a status, and is gone on with as a user does."""
+ENDS = {"term": 99, "int": 130, "supervisor": -9, "bad": 1, "full": 1}
+"""Action -> the status by which a run ends after it; it is gone on with as a user does."""
+EXCUSED_STEPS = 4
+"""Completed steps after which a fault is no reason any more for a run to end."""
 CLOCK = Path(__file__).parent / "clock"
 """In PYTHONPATH, it has the clock of a run's Python jump; Ray's own processes keep theirs."""
 HANGS_S = 60.0
@@ -142,6 +146,7 @@ class Runs:
                 if fault.action == "full" and not run.mounted:
                     continue  # no disk of its own can be made here
                 if not run.meet(fault):
+                    result.counts["not done, as the run ended before"] += 1
                     break
                 result.counts["faults under Ray" if run.variant.ray else "faults inline"] += 1
                 result.counts[fault.kind] += 1
@@ -149,6 +154,8 @@ class Runs:
             if not result.problems:
                 for problem in differences(run.kept, whole):
                     run.lost(problem)
+            if (folder / "bad").exists():
+                result.counts["bad"] -= 1  # no reward was asked any more
         if result.problems:
             listed = "\n".join(f"  {fault}" for fault in items)
             result.problems[0] = f"{self.variant}:\n{listed}\n{result.problems[0]}"
@@ -228,11 +235,13 @@ class Attacked:
         self.mounted = False
         self.judge: subprocess.Popen[bytes] | None = None
         self.port = 0
-        self.may_end = False
-        """Whether something was done after which a run ends by a status."""
+        self.may_end: list[tuple[str, int, int]] = []
+        """Faults after which a run ends by a status: action, status, and the step then."""
         self.orphans: list[int] = []
         """Processes of a supervisor that was killed."""
         self.starts = 0
+        self.said_before = 0
+        """Where in its output the last start begins."""
         self.pending: list[tuple[str, float, int, int]] = []
         """Faults after which no step was made yet: what, when, the step then, and how many starts there must have been."""
         self.progress = (0, 0.0)
@@ -260,6 +269,7 @@ class Attacked:
     def start(self, how: str) -> None:
         """Start the run, or go on with it."""
         self.starts += 1
+        self.said_before = len(self.out.read_text(errors="replace")) if self.out.exists() else 0
         settings = [
             one.replace("PORT", str(self.port)) for one in (*SETTINGS, *self.variant.settings)
         ]
@@ -298,6 +308,9 @@ class Attacked:
         step = self.step()
         if step != self.progress[0]:
             self.progress = (step, now)
+            for excuse in list(self.may_end):
+                if step > excuse[2] + EXCUSED_STEPS and not self.waits(excuse[0]):
+                    self.may_end.remove(excuse)
             for one in list(self.pending):
                 what, since, then, starts = one
                 if step > then and self.starts >= starts:
@@ -312,19 +325,25 @@ class Attacked:
             return False
         return True
 
+    def waits(self, action: str) -> bool:
+        """Whether a fault has still to take effect."""
+        names = {"bad": "bad", "full": "runs/filler"}
+        return action in names and (self.folder / names[action]).exists()
+
     def ended(self, status: int) -> bool:
         """Judge by a status of the run how it ended; start it again where it may."""
-        tail = self.out.read_text(errors="replace").rstrip().splitlines()[-6:]
-        if any("Traceback (most recent call last)" in line for line in tail):
+        said = self.out.read_text(errors="replace")[self.said_before :]
+        said = said[said.rfind("supervisor: ") + 1 :].replace(WORKERS, "")
+        if "Traceback (most recent call last)" in said:
             self.lost("a traceback is its last word")
             return False
         if status == 0:
             return False
-        if not self.may_end:
-            self.lost(f"it has ended by {status}, though nothing was done that may end it")
+        excuses = [one for one in self.may_end if one[1] == status]
+        if not excuses:
+            self.lost(f"it has ended by {status}, though nothing was done that ends it so")
             return False
-        # A reward that was to be bad may have had no turn yet.
-        self.may_end = (self.folder / "bad").exists()
+        self.may_end.remove(excuses[0])
         (self.folder / "runs/filler").unlink(missing_ok=True)
         # A run that has lost its supervisor ends by itself.
         deadline = time.monotonic() + HANGS_S + PATIENCE_S + START_S[self.variant.ray]
@@ -372,7 +391,9 @@ class Attacked:
         # What it does to the run may show before it returns.
         starts = self.starts + (fault.action in ENDS)
         self.pending.append((fault.kind, time.monotonic(), self.step(), starts))
-        self.may_end |= fault.action in ENDS or fault.victim == "judge"
+        status = 1 if fault.victim == "judge" else ENDS.get(fault.action)
+        if status is not None:
+            self.may_end.append((fault.action, status, self.step()))
         while not action(fault):
             if not self.watch():
                 return False
@@ -437,6 +458,9 @@ class Attacked:
         return True
 
     def on_supervisor(self, fault: Fault) -> bool:
+        for look in looks(self.kept / "processes"):
+            if look.state == "stopped":  # nobody would be there to end it
+                os.kill(look.pid, signal.SIGCONT)
         self.orphans = [
             pid for pid, command in descendants(self.process.pid) if "cli.main run" in command
         ]
@@ -455,7 +479,10 @@ class Attacked:
         """Bytes that mean nothing, to each port at which a process of the run listens on this machine."""
         pids = {str(pid) for pid, _ in descendants(self.process.pid)}
         draws = random.Random(int(fault.delay_s * 1e6))
-        for address in listening(pids) if pids else {}:
+        addresses = listening(pids) if pids else {}
+        if not addresses:
+            self.result.counts["junk"] -= 1  # nobody listens
+        for address in addresses:
             host, _, port = address.rpartition(":")
             if not host.strip("[]").removeprefix("::ffff:").startswith("127."):
                 self.result.problem(f"a process listens at {address}")

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.waiting import eventually
@@ -115,10 +116,17 @@ def test_processes_and_files_that_a_case_leaves_are_seen_and_ended(tmp_path, mon
     left = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "MARK": mark}
     )
-    eventually(lambda: left.pid in marked(mark))
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / f"hybridflow-{os.getuid()}").mkdir()
-    process, folder = left_behind(mark, tmp_path)
+    eventually(lambda: left.pid in marked(mark, tmp_path))
+    (tmp_path / "tmp/ranks").mkdir(parents=True)
+    (tmp_path / f"tmp/hybridflow-{os.getuid()}").mkdir()
+    before = set(os.listdir("/dev/shm"))
+    memory = Path(f"/dev/shm/{mark}")
+    memory.touch()
+    try:
+        process, segment, folder = left_behind(mark, tmp_path, before)
+    finally:
+        memory.unlink()
+    assert segment == f"{memory} is left"
     assert process.startswith(f"process {left.pid} is left: ") and "time.sleep(60)" in process
     assert folder == "ranks is left in the folder of temporary files"
-    assert left.wait() == -9 and not marked(mark)
+    assert left.wait() == -9 and not marked(mark, tmp_path)

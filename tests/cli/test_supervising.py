@@ -132,6 +132,40 @@ sys.exit(99)
     assert len(Path("terms").read_text().splitlines()) == 1
 
 
+def test_a_run_that_dies_when_it_is_told_to_stop_is_to_be_queued_again(supervise):
+    program = """
+if start == 1:
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    assert supervise(program) == (99, [], [""])  # SIGTERM ends it, as nothing takes it yet
+
+
+def test_what_is_ignored_stays_ignored_and_a_hangup_is_a_sigterm(supervise):
+    program = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
+os.kill(os.getppid(), signal.SIGHUP)
+time.sleep(3)
+sys.exit(1)
+"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert supervise(program)[0] == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert supervise(program)[0] == 99
+
+
+def test_a_later_start_knows_that_the_folder_is_this_supervisors(supervise):
+    program = """
+if start == 1:
+    assert not supervised.again()
+    die()
+assert supervised.again()
+"""
+    assert supervise(program)[0] == 0
+
+
 def test_a_signal_between_two_starts_ends_it_with_the_status_that_schedulers_queue_again(
     supervise, monkeypatch
 ):

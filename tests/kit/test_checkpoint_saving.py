@@ -141,6 +141,37 @@ def test_another_writer_goes_on_for_one_that_was_killed(
         assert found.unique().tolist() == [number]
 
 
+def test_a_writer_that_is_killed_between_two_files_loses_none(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FILE_BYTES", 400)
+    values = [torch.full((100,), float(number)) for number in range(3)]
+    sent = []
+
+    def send_and_kill(job, region=None):
+        RankWriter._send(writer, job, region)
+        sent.append(region)
+        if len(sent) == 2:
+            eventually(lambda: writer._hear(0.0) or len(job.records) == 2)
+            kill(writer)
+
+    monkeypatch.setattr(writer, "_send", send_and_kill)
+    assert writer.write(parts(*values), tmp_path, 0, 1, 7).done(wait=True)
+    index = Index.read(tmp_path)
+    assert [len(index.entries[f"w{number}"]["parts"]) for number in range(3)] == [1, 1, 1]
+
+
+def test_where_no_other_writer_can_be_started_the_checkpoint_fails(writer, tmp_path, monkeypatch):
+    def refuses(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    stop(writer)
+    writing = writer.write(parts(torch.ones(3)), tmp_path, 0, 1, 3)
+    monkeypatch.setattr(module.subprocess, "Popen", refuses)
+    kill(writer)
+    with pytest.raises(CheckpointError, match=r"no other one can be started: .*Too many"):
+        writing.done(wait=True)
+    assert writing.done(wait=False)  # it is told once
+
+
 def test_three_writers_of_a_checkpoint_that_end_are_an_error_and_the_next_one_is_written(
     writer, tmp_path
 ):

@@ -34,9 +34,10 @@ def supervised(tmp_path, *settings: str) -> WatchedRun:
 
 @pytest.mark.timeout(300)
 def test_a_controller_that_is_killed_or_stopped_is_replaced_and_no_bit_differs(tmp_path, whole):
-    settings = ("run.hang=restart", "run.patience_s=3")
+    # It is killed before the first checkpoint, and stopped after it.
+    settings = ("run.hang=restart", "run.patience_s=3", "run.checkpoint_every=12")
     with supervised(tmp_path, *settings) as one:
-        for sent, reached in (("KILL", 9), ("STOP", 24)):
+        for sent, reached in (("KILL", 4), ("STOP", 24)):
             one.steps(reached)
             pid = one.look("controller").pid
             os.kill(pid, getattr(signal, f"SIG{sent}"))

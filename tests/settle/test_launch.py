@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import attrs
 import pytest
 from helpers.job_texts import BASE, STAGES, WITHOUT_REWARD
 from helpers.jobs import jobs
@@ -17,6 +18,8 @@ from helpers.tiny import REWARDS, learning
 
 from hybridflow.core.controller import RunOutcome
 from hybridflow.core.errors import ConfigError, HybridFlowError, RewardError
+from hybridflow.core.running import supervised
+from hybridflow.settle import launch
 from hybridflow.settle.launch import load_config, run, summarise
 
 ROWS = ["data.limit=8", "validation.data.limit=2"]
@@ -130,6 +133,30 @@ def test_a_stage_begins_with_what_the_one_before_it_wrote_and_neither_is_done_tw
     finished = [f"{stage}: finished already, at step 1" for stage in ("first", "second")]
     assert again == outcome and capsys.readouterr().out.splitlines() == [*finished, score, where]
     assert written() == before
+
+
+def test_a_sigterm_that_came_too_late_for_a_stage_stops_before_the_next_one(monkeypatch):
+    def asked(*arguments, **more):
+        return attrs.evolve(run_job(*arguments, **more), asked=True)
+
+    run_job = launch.run_job
+    monkeypatch.setattr(launch, "run_job", asked)
+    assert run("two.toml", TINY).state == "stopped"
+    assert Path("runs/two/first/done.json").exists() and not Path("runs/two/second").exists()
+    outcome = run("two.toml", TINY, resume=True)
+    assert outcome.state == "finished"  # no other stage is left
+
+
+def test_a_supervisors_start_replaces_what_the_one_before_has_left(monkeypatch):
+    """It has died before its first checkpoint."""
+    run("one.toml", [*ONE, "run.steps=1"])
+    for name in ("done.json", "checkpoints", "export"):
+        path = Path("runs/one") / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ConfigError, match="would be replaced"):
+        run("one.toml", [*ONE, "run.steps=2"], resume=True)
+    monkeypatch.setattr(supervised, "_again", True)
+    assert run("one.toml", [*ONE, "run.steps=2"], resume=True).step == 2
 
 
 def test_a_stage_is_run_alone_from_what_the_one_before_has_left():

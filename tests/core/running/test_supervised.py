@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import pytest
 
@@ -16,7 +15,8 @@ def pipe(monkeypatch):
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     monkeypatch.setenv(supervised.VARIABLE, str(writer))
-    monkeypatch.setattr(supervised, "_pipe", None)
+    for state in ("_pipe", "_again", "_lost", "_stopping"):
+        monkeypatch.setattr(supervised, state, getattr(supervised, state))
     supervised.begin()
     yield reader
     for end in (reader, writer):
@@ -44,15 +44,26 @@ def test_a_supervisor_that_does_not_read_holds_up_nothing(pipe):
     supervised.tell("begun")
 
 
-def test_a_run_that_has_lost_its_supervisor_is_asked_to_stop_once(pipe):
-    arrived = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
-    try:
-        reader = os.dup(pipe)
-        os.close(reader)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), pipe)  # closes the reading end
-        supervised.tell("begun")
-        supervised.tell("begun")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert arrived == [signal.SIGTERM]
+def test_a_supervisor_that_is_gone_is_noticed_and_told_nothing_more(pipe):
+    assert not supervised.lost()
+    # In the place of the end at which it reads.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), pipe)
+    supervised.tell("begun")
+    assert supervised.lost()
+    supervised.tell("begun")
+
+
+def test_a_run_knows_whether_its_supervisor_has_begun_it_before(pipe, monkeypatch):
+    assert not supervised.again()
+    monkeypatch.setenv(supervised.VARIABLE, f"{os.dup(pipe)} again")
+    supervised.begin()
+    assert supervised.again()
+    os.close(supervised._pipe)
+
+
+def test_it_is_known_that_a_run_has_taken_sigterm_until_the_next_one_begins(pipe):
+    assert not supervised.stopping()
+    supervised.tell("stopping")
+    assert supervised.stopping()
+    supervised.begin()
+    assert not supervised.stopping()

@@ -456,6 +456,31 @@ def test_a_stopped_engine_that_the_controller_waited_for_teaches_it_no_patience(
     assert told[1] == "actor/generate goes on, after 110 s" and len(told) == 4
 
 
+@pytest.mark.parametrize(("hang", "within"), [("restart", "0.3"), ("say", "inf")])
+def test_signs_are_made_from_the_start_to_the_end_also_while_it_looks(
+    runs, monkeypatch, hang, within
+):
+    told = []
+    monkeypatch.setattr(module.supervised, "tell", told.append)
+    stop, watch, _ = runs(hang)
+    monkeypatch.setattr(watch, "look", lambda: time.sleep(60))
+    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    with stop, watch:
+        eventually(lambda: len(told) > 2)
+    eventually(lambda: told[-1] == "within inf")
+    assert told[0] == f"within {within}"
+
+
+def test_a_run_without_its_supervisor_any_more_is_asked_to_stop_once(runs, monkeypatch):
+    monkeypatch.setattr(module.supervised, "lost", lambda: True)
+    stop, watch, _ = runs("say")
+    stop._begun = True
+    with stop, watch:
+        eventually(lambda: stop.requested)
+        stop.ask()  # no second signal, which would end this process
+        time.sleep(0.05)
+
+
 def test_a_controller_with_nothing_to_do_is_not_told(runs):
     stop, watch, told = runs("end")
     with stop, watch:
@@ -540,7 +565,7 @@ def test_a_process_that_nothing_can_interrupt_ends_with_its_stacks(tmp_path):
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 75
     assert "the controller itself does not react either: its process ends" in ended.stdout
     assert "most recent call first" in ended.stderr and "in <module>" in ended.stderr
 
