@@ -106,15 +106,15 @@ def run_job(
         supervised.tell("begun")
         (job.folder / DONE).unlink(missing_ok=True)  # of a finished run that goes on
         for attempt in range(job.run.restarts + 1):
+            stop = StopSignal()
             try:
                 session = Session(job, prepared, report.say)
-                return train(session, report, resume or attempt > 0, export, mark)
+                return train(session, report, stop, resume or attempt > 0, export, mark)
             except StopRequested:
-                step = max(checkpoints_of(job).steps(), default=0)
-                stands = f"the checkpoint of step {step} stands" if step else "nothing was trained"
-                report.say(f"told to stop while it started: {stands}; go on with --resume")
-                return RunOutcome("stopped", step, {})
+                return _stopped(job, report, "told to stop while it started")
             except WorkerDied as error:
+                if stop.requested:
+                    return _stopped(job, report, f"{error.message}\ntold to stop meanwhile")
                 if attempt == job.run.restarts:
                     raise
 
@@ -126,15 +126,28 @@ def run_job(
     raise AssertionError("unreachable")
 
 
+def _stopped(job: Job, report: Reporter, why: str) -> RunOutcome:
+    """Return the outcome of a run that was told to stop, and cannot write a checkpoint."""
+    step = max(checkpoints_of(job).steps(), default=0)
+    stands = f"the checkpoint of step {step} stands" if step else "nothing was trained"
+    report.say(f"{why}: {stands}; go on with --resume")
+    return RunOutcome("stopped", step, {})
+
+
 def train(
-    session: Session, report: Reporter, resume: bool, export: bool, mark: Mapping[str, Any]
+    session: Session,
+    report: Reporter,
+    stop: StopSignal,
+    resume: bool,
+    export: bool,
+    mark: Mapping[str, Any],
 ) -> RunOutcome:
     """Train until run.steps, until the goal of the validation, or until SIGTERM asks for a stop."""
     job = session.job
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
     checkpoints = checkpoints_of(job)
 
-    watchdog = Watchdog(job.run, job.folder, session.runtime, report.say, stop := StopSignal())
+    watchdog = Watchdog(job.run, job.folder, session.runtime, report.say, stop)
     with stop, watchdog, session, watchdog.guarding():
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import re
@@ -90,8 +91,8 @@ def bad_once(sample):
 """
 ENDS = {"term": 99, "int": 130, "supervisor": -9, "bad": 1, "full": 1}
 """Action -> the status by which a run ends after it; it is gone on with as a user does."""
-EXCUSED_STEPS = 4
-"""Completed steps after which a fault is no reason any more for a run to end."""
+EXCUSED_STEPS, EXCUSED_S = 4, 10.0
+"""Completed steps and seconds after both of which a fault is no reason any more for a run to end."""
 CLOCK = Path(__file__).parent / "clock"
 """In PYTHONPATH, it has the clock of a run's Python jump; Ray's own processes keep theirs."""
 HANGS_S = 60.0
@@ -170,8 +171,15 @@ def differences(run: Path, whole: Path) -> list[str]:
         found.append(f"the steps are {steps}")
     if exported(run) != (whole / "weights").read_bytes():
         found.append("the weights are others")
-    if str(rows) != (whole / "learning").read_text():
-        found.append("the metrics are others")
+    right = json.loads((whole / "learning").read_text())
+    others = [
+        f"step {row['step']}, {key}: {row.get(key)} in the place of {expected.get(key)}"
+        for row, expected in zip(rows, right, strict=False)
+        for key in sorted(row.keys() | expected.keys())
+        if json.dumps(row.get(key)) != json.dumps(expected.get(key))
+    ]
+    if others:
+        found.append("; ".join(["the metrics are others", *others[:5]]))
     if (run / "processes").exists():
         found.append("the folder `processes` is left")
     return found
@@ -235,8 +243,8 @@ class Attacked:
         self.mounted = False
         self.judge: subprocess.Popen[bytes] | None = None
         self.port = 0
-        self.may_end: list[tuple[str, int, int]] = []
-        """Faults after which a run ends by a status: action, status, and the step then."""
+        self.may_end: list[tuple[str, int, int, float]] = []
+        """Faults after which a run ends by a status: action, status, the step then, and when."""
         self.orphans: list[int] = []
         """Processes of a supervisor that was killed."""
         self.starts = 0
@@ -309,7 +317,9 @@ class Attacked:
         if step != self.progress[0]:
             self.progress = (step, now)
             for excuse in list(self.may_end):
-                if step > excuse[2] + EXCUSED_STEPS and not self.waits(excuse[0]):
+                action, _, then, since = excuse
+                long_ago = step > then + EXCUSED_STEPS and now > since + EXCUSED_S
+                if long_ago and not self.waits(action):
                     self.may_end.remove(excuse)
             for one in list(self.pending):
                 what, since, then, starts = one
@@ -393,7 +403,7 @@ class Attacked:
         self.pending.append((fault.kind, time.monotonic(), self.step(), starts))
         status = 1 if fault.victim == "judge" else ENDS.get(fault.action)
         if status is not None:
-            self.may_end.append((fault.action, status, self.step()))
+            self.may_end.append((fault.action, status, self.step(), time.monotonic()))
         while not action(fault):
             if not self.watch():
                 return False
@@ -531,5 +541,5 @@ def reference(name: str) -> Path:
             judge.wait()
         assert done.returncode == 0, done.stdout + done.stderr
         (place / "weights").write_bytes(exported(folder / "runs/tiny"))
-        (place / "learning").write_text(str(learning(folder / "runs/tiny")))
+        (place / "learning").write_text(json.dumps(learning(folder / "runs/tiny")))
     return place

@@ -175,3 +175,22 @@ def test_a_run_restarts_from_its_checkpoint_as_often_as_it_may(here, capsys):
     assert said.count("restart 1 of 1, from the newest checkpoint") == 2
     state = json.loads(Path("runs/tiny/checkpoints/step-00000003/state.json").read_text())
     assert state["algorithm"]["steps"] == 3  # the step that failed is not counted twice
+
+
+def test_a_run_that_was_told_to_stop_is_not_started_again_when_a_worker_dies(here, monkeypatch):
+    """SIGTERM arrives in the step that loses the worker."""
+    Path("is_told_and_loses.py").write_text(
+        ALGORITHM.replace(
+            "raise WorkerDied", "signal.raise_signal(signal.SIGTERM)\n            raise WorkerDied"
+        ).replace("from ", "import signal\n\nfrom ", 1)
+    )
+    Path("deaths").write_text("1")
+    before = signal.signal(signal.SIGTERM, lambda *signal: pytest.fail("nobody listened"))
+    try:
+        mine = "algorithm.name=is_told_and_loses:LosesAWorker"
+        outcome = go(mine, "run.steps=4", "run.checkpoint_every=1", "run.restarts=1")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert outcome.state == "stopped" and Path("deaths").read_text() == "0"
+    steps = [folder.name for folder in sorted(Path("runs/tiny/checkpoints").glob("step-*"))]
+    assert steps and outcome.step == int(steps[-1].removeprefix("step-"))
