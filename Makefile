@@ -83,7 +83,7 @@ test-trackers: .venv-trackers/.done
 healthy: $(VENV)/.done
 	HYBRIDFLOW_SEEDS=20 $(PY) -m pytest -n0 tests/report/test_broken_runs.py -k "healthy or started"
 
-# A run with a step ahead whose trainer, engines and controller are killed at random, bit for bit; 3 kills are among the tests.
+# A run with a step ahead whose trainer, engines and controller are killed at random, bit for bit (of the matrix: 3 kills).
 kills: $(VENV)/.done
 	HYBRIDFLOW_MATRIX=1 HYBRIDFLOW_KILLS=20 $(PY) -m pytest -n0 tests/run/test_ahead.py -k kills
 

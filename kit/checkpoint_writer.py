@@ -224,7 +224,9 @@ class Writer:
 def main() -> None:
     """Serve the rank at the other end of the socket whose descriptor is the first argument."""
     folder = os.environ.get(FOLDER)
-    begin(folder, f"writer of {name_of(folder, os.getppid())}")
+    # A run that has ended meanwhile has removed it, and nobody would do so again.
+    if folder is not None and Path(folder).is_dir():
+        begin(folder, f"writer of {name_of(folder, os.getppid())}")
     Writer(socket.socket(fileno=int(sys.argv[1]))).run()
 
 

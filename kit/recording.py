@@ -33,10 +33,9 @@ MEMORY = "memory.json"
 """The file with the estimated memory of each pool's devices (core.contracts.planner.PoolMemory)."""
 EVERY = "every.json"
 """The file that says which steps a table has: every so many."""
-PART_BYTES = 4_000_000
-"""A part that is larger than this on the disk is complete."""
-ROWS_BYTES = 16_000_000
-"""Rows that take more than this in memory are written at once."""
+PART_BYTES = 1_000_000
+"""A part with more bytes of rows (`_size`) is complete. Its rows are held until then, several times
+as large as that."""
 STEP_SHARE = 8
 """A step's rows may take one in so many bytes of the bound, as they are in memory."""
 
@@ -76,8 +75,10 @@ class RecordedTable:
         self._rows: list[Row] = []
         """The rows of the last part."""
         self._file: Path | None = None
-        self._new = 0
-        """Bytes of rows, in memory, that are not written yet."""
+        self._held = 0
+        """Bytes of these rows."""
+        self._new = False
+        """Whether some of them are not written yet."""
 
     def begin(self, step: int) -> None:
         """Begin to write after `step`, without the rows of later steps that are there."""
@@ -85,15 +86,18 @@ class RecordedTable:
         for path in self.folder.glob(f"{self.name}-*{PARTIAL}"):
             path.unlink()
         self.every = _read_every(self.folder).get(self.name, 1)
-        self._rows, self._file, self._new = [], None, 0
+        self._rows, self._file, self._held, self._new = [], None, 0, False
         for path in parts_of(self.folder, self.name):
             if _first_step(path) > step:
                 path.unlink()
         if parts := parts_of(self.folder, self.name):
             last = parts[-1]
             _keep(last, lambda row: row["step"] <= step)
-            if last.suffix == self.suffix and last.stat().st_size < PART_BYTES:
+            # On the disk it is not larger by much, where it is not compressed.
+            if last.suffix == self.suffix and last.stat().st_size < 2 * PART_BYTES:
                 self._rows, self._file = read_part(last), last
+                self._held = sum(map(_size, self._rows))
+                self._end_if_large()
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows of one step; those of steps that are left out are not kept.
@@ -108,22 +112,26 @@ class RecordedTable:
             if size > self.most_bytes / STEP_SHARE and size > _size(row):
                 break
             self._rows.append(row)
-            self._new += _size(row)
-        if self._new > ROWS_BYTES:
+            self._held += _size(row)
+            self._new = True
+        if self._held > PART_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write the rows that are not written yet."""
         if not self._new:
             return
-        self._new = 0
+        self._new = False
         if self._file is None:
             self._file = self.folder / f"{self.name}-{self._rows[0]['step']:08d}{self.suffix}"
         _write_part(self._file, self._rows)
-        if self._file.stat().st_size > PART_BYTES:
-            self._rows, self._file = [], None
+        self._end_if_large()
         while self._nbytes() > self.most_bytes and self._thin():
             pass
+
+    def _end_if_large(self) -> None:
+        if self._held > PART_BYTES:
+            self._rows, self._file, self._held = [], None, 0
 
     def _nbytes(self) -> int:
         return sum(path.stat().st_size for path in parts_of(self.folder, self.name))
@@ -139,6 +147,7 @@ class RecordedTable:
                 path.unlink()
             steps.update(kept)
         self._rows = [row for row in self._rows if self._is_kept(row)]
+        self._held = sum(map(_size, self._rows))
         return len(steps) > 1
 
     def _is_kept(self, row: Row) -> bool:

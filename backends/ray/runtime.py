@@ -365,6 +365,9 @@ class RayRuntime(Runtime):
             options["include_dashboard"] = self.config.dashboard
             options["dashboard_host"] = "127.0.0.1"
             options["_temp_dir"] = self.config.temp_dir or _own_folder()
+            if not self.config.dashboard:
+                # The gcs would keep each of the latest 100,000 calls, for the dashboard.
+                options["_system_config"] = {"task_events_report_interval_ms": 0}
             if self.config.object_store_gb is not None:
                 options["object_store_memory"] = int(self.config.object_store_gb * 2**30)
         else:

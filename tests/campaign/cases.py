@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
-from helpers.shared_memory import mapped_by
+from helpers.shared_memory import in_shared_memory
 
 ROOT = Path(__file__).parents[2]
 ANSWER = "answer "
@@ -84,7 +84,12 @@ class Case:
     def answer(self, part: Part) -> None:
         """Do the case in this process, and print what came of it."""
         draws, items = self.drawn(part)
+        shared = in_shared_memory()
         result = part.do(draws, items, Path.cwd())
+        deadline = time.monotonic() + LEFT_S
+        while (left := in_shared_memory() - shared) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        result.problems += [f"/dev/shm/{name} is left" for name in sorted(left)]
         print(ANSWER + json.dumps(attrs.asdict(result)), flush=True)
 
     def run(self, limit_s: float) -> Result:
@@ -94,13 +99,12 @@ class Case:
             folder = Path(made)
             for name in ("work", "tmp"):
                 (folder / name).mkdir()
-            shared = set(os.listdir("/dev/shm"))
             mark = f"campaign-{os.getpid()}-{time.monotonic_ns()}"
             environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "MARK": mark}
             environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()}
             with (folder / "said").open("w+") as said:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "campaign", "--answer", self.name],
+                    [*_apart(), sys.executable, "-m", "campaign", "--answer", self.name],
                     cwd=folder / "work",
                     env=environment,
                     stdout=said,
@@ -114,22 +118,24 @@ class Case:
                     child.wait()
                 said.seek(0)
                 text = said.read()
-            _unmount(folder)
             result = _result(text)
             if result is None:
                 result = Result(
                     problems=[f"its process has ended by {child.returncode}:\n{text[-3000:]}"]
                 )
-            for problem in left_behind(mark, folder, shared):
+            for problem in left_behind(mark, folder):
                 result.problem(problem)
             return result
 
 
-def _unmount(folder: Path) -> None:
-    """Take away the file systems that a process which was ended has left in a folder."""
-    for line in Path("/proc/mounts").read_text().splitlines():
-        if line.split()[1].startswith(f"{folder}/"):
-            subprocess.run(["umount", "-l", line.split()[1]], check=False)
+def _apart() -> list[str]:
+    """Begins the command of a process with file systems of its own, and an empty /dev/shm, where that may be."""
+    apart = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    try:
+        done = subprocess.run([*apart, "true"], capture_output=True, check=False)
+    except OSError:
+        return []
+    return [] if done.returncode else apart
 
 
 def _import_path() -> str:
@@ -164,21 +170,12 @@ def marked(mark: str, folder: Path) -> dict[int, str]:
     return found
 
 
-def left_behind(mark: str, folder: Path, shared: set[str]) -> list[str]:
-    """What a case has left: processes after 30 s, memory, files; the processes are ended.
-
-    shared: the names in /dev/shm before.
-    """
+def left_behind(mark: str, folder: Path) -> list[str]:
+    """What a case has left: processes after 30 s, files; the processes are ended."""
     deadline = time.monotonic() + LEFT_S
     while (alive := marked(mark, folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     problems = [f"process {pid} is left: {command}" for pid, command in alive.items()]
-    # What other programs of this machine have made meanwhile they have mapped.
-    others = mapped_by(int(one.name) for one in Path("/proc").glob("[0-9]*"))
-    new = set(os.listdir("/dev/shm")) - shared - (others - mapped_by(alive))
-    # Those of another campaign's programs are mapped by nobody; they remove their own.
-    names = [name for name in sorted(new) if not name.startswith("canary-")]
-    problems += [f"/dev/shm/{name} is left" for name in names]
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)

@@ -119,14 +119,35 @@ def test_processes_and_files_that_a_case_leaves_are_seen_and_ended(tmp_path, mon
     eventually(lambda: left.pid in marked(mark, tmp_path))
     (tmp_path / "tmp/ranks").mkdir(parents=True)
     (tmp_path / f"tmp/hybridflow-{os.getuid()}").mkdir()
-    before = set(os.listdir("/dev/shm"))
-    memory = Path(f"/dev/shm/{mark}")
-    memory.touch()
-    try:
-        process, segment, folder = left_behind(mark, tmp_path, before)
-    finally:
-        memory.unlink()
-    assert segment == f"{memory} is left"
+    process, folder = left_behind(mark, tmp_path)
     assert process.startswith(f"process {left.pid} is left: ") and "time.sleep(60)" in process
     assert folder == "ranks is left in the folder of temporary files"
     assert left.wait() == -9 and not marked(mark, tmp_path)
+
+
+class LeavesMemory(Counting):
+    """A part that forgets a segment."""
+
+    def do(self, draws: random.Random, items: list[int], folder: object) -> Result:
+        Path("/dev/shm/forgotten").touch()
+        return Result()
+
+
+def test_shared_memory_that_a_case_leaves_is_seen_and_is_its_own(monkeypatch, capsys):
+    if not cases._apart():
+        pytest.skip("no file system can be mounted here")
+    monkeypatch.setattr(cases, "LEFT_S", 0.1)
+    script = (
+        "import os, sys; os.environ['HYBRIDFLOW_TESTS'] = str(os.getpid())\n"
+        "from campaign import cases, test_campaign\n"
+        "cases.LEFT_S = 0.1\n"
+        "cases.Case('programs', 0, 0).answer(test_campaign.LeavesMemory())"
+    )
+    said = subprocess.run(
+        [*cases._apart(), sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": cases._import_path()},
+        capture_output=True,
+        text=True,
+    )
+    assert '"problems": ["/dev/shm/forgotten is left"]' in said.stdout, said
+    assert not Path("/dev/shm/forgotten").exists()

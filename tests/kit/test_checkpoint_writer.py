@@ -166,12 +166,21 @@ def test_a_job_that_fails_says_why_has_no_index_and_the_next_one_is_written(star
 
 
 def test_a_writer_ends_with_its_rank_and_is_seen_by_its_name(start, tmp_path):
-    connection, process = start()
     pages = tmp_path / "pages"
+    pages.mkdir()
+    connection, process = start()
     [look] = eventually(lambda: looks(pages))
     assert look.name == f"writer of process {os.getpid()}" and look.pid == process.pid
     connection.close()
     assert process.wait(20) == 0
+
+
+def test_a_writer_makes_no_folder_of_pages_that_its_run_has_removed(start, tmp_path):
+    connection, _ = start()
+    values = torch.ones(3)
+    send(connection, file_of(0, tmp_path, [part("w", values, 0)]), shared(as_bytes(values)))
+    assert receive(connection)[0]["kind"] == "free"  # it has begun
+    assert not (tmp_path / "pages").exists()
 
 
 def test_what_a_stopped_writer_is_sent_is_written_when_it_goes_on(start, tmp_path):

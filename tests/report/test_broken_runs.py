@@ -145,7 +145,7 @@ def test_a_reward_that_pays_for_something_else(configured, policy):
 
 
 def test_an_entropy_that_collapses(configured, policy):
-    settings = ("reward.function=rewards:noise", "run.steps=30", "actor.optimizer.lr=1e-2")
+    settings = ("reward.function=rewards:noise", "run.steps=40", "actor.optimizer.lr=2e-2")
     found = reported(configured, policy, *settings)
     assert found == ["entropy collapsed"]
 

@@ -35,7 +35,7 @@ AHEAD = [
     "run.checkpoint_every=2",
 ]
 KILLS = int(os.environ.get("HYBRIDFLOW_KILLS", "3"))
-"""Number of kills: `make kills` asks for 20."""
+"""Number of kills: `make kills` asks for 20. Three minutes of the campaign, which CI runs, kill such a run too."""
 
 
 def steps_of(folder) -> int:
@@ -96,6 +96,7 @@ def with_kills(folder, settings: list[str], victims: list[int | str], ranks: int
     return said
 
 
+@matrix
 @pytest.mark.timeout(180 + 120 * KILLS)
 def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
     steps = 6 * KILLS
