@@ -98,7 +98,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    """Print a line; whoever reads it may have gone, which is no reason to look after no run."""
+    """Print a line. Where nobody reads it any more, the run is looked after all the same."""
     try:
         print(text, flush=True)
     except OSError:

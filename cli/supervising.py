@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hybridflow.cli.statuses import INTERRUPTED, STOPPED
-from hybridflow.core.running.supervised import AGAIN, DIED, VARIABLE
+from hybridflow.core.running.supervised import AGAIN, DIED, STOPPING, VARIABLE
 
 TRIES = 5
 """Starts in a row without a checkpoint, after which a run is given up."""
@@ -152,7 +152,7 @@ class _Start:
                 self.begun = True
             elif kind == "kept":
                 self.step = value
-            elif kind == "stopping":
+            elif kind == STOPPING:
                 self._stopping = True
             elif kind == "within":
                 self._within_s = float(value)

@@ -34,8 +34,8 @@ MEMORY = "memory.json"
 EVERY = "every.json"
 """The file that says which steps a table has: every so many."""
 PART_BYTES = 1_000_000
-"""A part with more bytes of rows (`_size`) is complete. Its rows are held until then, several times
-as large as that."""
+"""A part with more bytes of rows (`_size`) is complete with its last step. Its rows are held until
+then, and take several times as much."""
 STEP_SHARE = 8
 """A step's rows may take one in so many bytes of the bound, as they are in memory."""
 
@@ -97,13 +97,16 @@ class RecordedTable:
             if last.suffix == self.suffix and last.stat().st_size < 2 * PART_BYTES:
                 self._rows, self._file = read_part(last), last
                 self._held = sum(map(_size, self._rows))
-                self._end_if_large()
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows of one step; those of steps that are left out are not kept.
 
         Where they would take too much of the bound, the first ones are kept, at least one.
         """
+        # A part is named by its first step, so that a step is in one part.
+        if self._held > PART_BYTES and rows and rows[0]["step"] != self._rows[-1]["step"]:
+            self.flush()
+            self._rows, self._file, self._held = [], None, 0
         size = 0
         for row in rows:
             if self.place(row) % self.every:
@@ -125,13 +128,8 @@ class RecordedTable:
         if self._file is None:
             self._file = self.folder / f"{self.name}-{self._rows[0]['step']:08d}{self.suffix}"
         _write_part(self._file, self._rows)
-        self._end_if_large()
         while self._nbytes() > self.most_bytes and self._thin():
             pass
-
-    def _end_if_large(self) -> None:
-        if self._held > PART_BYTES:
-            self._rows, self._file, self._held = [], None, 0
 
     def _nbytes(self) -> int:
         return sum(path.stat().st_size for path in parts_of(self.folder, self.name))
@@ -143,8 +141,9 @@ class RecordedTable:
         steps: set[int] = set()
         for path in parts_of(self.folder, self.name):
             kept = _keep(path, self._is_kept)
-            if not kept and path != self._file:
+            if not kept:
                 path.unlink()
+                self._file = None if path == self._file else self._file
             steps.update(kept)
         self._rows = [row for row in self._rows if self._is_kept(row)]
         self._held = sum(map(_size, self._rows))

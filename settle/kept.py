@@ -68,6 +68,7 @@ NO_RESULTS = (
     *(MARK, LOCK, CONSOLE, LOGS, PROCESSES, JOURNAL, CHECKPOINTS),
     *(FORK, PARTIAL_EXPORT, REPORT, TRACE),
 )
+"""Names in a run's folder that are no results: a run that begins anew may replace or keep them."""
 
 
 def results_of(job: Job) -> list[str]:

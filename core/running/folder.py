@@ -147,7 +147,7 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
             return
         self.requested = True
-        supervised.tell("stopping")
+        supervised.tell(supervised.STOPPING)
         if not self._begun:
             raise StopRequested
 

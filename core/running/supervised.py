@@ -16,6 +16,8 @@ import os
 
 VARIABLE = "HYBRIDFLOW_SUPERVISOR"
 """The variable of the environment that has the descriptor of the pipe, and AGAIN."""
+STOPPING = "stopping"
+"""The message of a run that has taken a SIGTERM."""
 AGAIN = "again"
 """Says that the same supervisor has begun this run before."""
 DIED = 75
@@ -53,7 +55,7 @@ def stopping() -> bool:
 def tell(message: str) -> None:
     """Tell the supervisor, if there is one; also called by handlers of signals."""
     global _pipe, _lost, _stopping
-    _stopping |= message == "stopping"
+    _stopping |= message == STOPPING
     pipe = _pipe
     if pipe is None:
         return

@@ -167,7 +167,7 @@ def go_on(ledger: Ledger, seed: int, minutes: float, parts: Sequence[str]) -> in
 
 def reduced(case: Case) -> str:
     """The name of the case with fewer items that still shows a problem; with all, where it shows none again."""
-    count = len(case.drawn(part_named(case.part))[1])
+    count = len(case.drawn(part_named(case.part)))
 
     def fails(places: Sequence[int]) -> bool:
         return bool(attrs.evolve(case, only=tuple(places)).run(LIMIT_S).problems)

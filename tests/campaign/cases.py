@@ -49,8 +49,8 @@ class Part(Protocol):
     def draw(self, draws: random.Random) -> list[Any]:
         """The items of a case, each of which may be left out."""
 
-    def do(self, draws: random.Random, items: Sequence[Any], folder: Path) -> Result:
-        """Do them in an empty folder. `draws` is as `draw` has left it."""
+    def do(self, items: Sequence[Any], folder: Path) -> Result:
+        """Do them, or some of them, in an empty folder; `draw` was called before."""
 
 
 @attrs.frozen
@@ -75,17 +75,16 @@ class Case:
         places = "" if self.only is None else ":" + ",".join(map(str, self.only))
         return f"{self.part}-{self.seed}-{self.number}{places}"
 
-    def drawn(self, part: Part) -> tuple[random.Random, list[Any]]:
+    def drawn(self, part: Part) -> list[Any]:
         """What `part.do` is given."""
-        draws = random.Random(f"{self.part}-{self.seed}-{self.number}")
-        items = part.draw(draws)
-        return draws, items if self.only is None else [items[place] for place in self.only]
+        items = part.draw(random.Random(f"{self.part}-{self.seed}-{self.number}"))
+        return items if self.only is None else [items[place] for place in self.only]
 
     def answer(self, part: Part) -> None:
         """Do the case in this process, and print what came of it."""
-        draws, items = self.drawn(part)
+        items = self.drawn(part)
         shared = in_shared_memory()
-        result = part.do(draws, items, Path.cwd())
+        result = part.do(items, Path.cwd())
         deadline = time.monotonic() + LEFT_S
         while (left := in_shared_memory() - shared) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -33,7 +33,7 @@ class Configs:
     def draw(self, draws: random.Random) -> list[int]:
         return [draws.getrandbits(32) for _ in range(BATCH)]
 
-    def do(self, draws: random.Random, items: Sequence[int], folder: Path) -> Result:
+    def do(self, items: Sequence[int], folder: Path) -> Result:
         result = Result()
         write_pairs(folder)
         wrong(folder, drawn(random.Random(0)))  # imports take longer than a show

@@ -37,7 +37,7 @@ class Damages:
     def draw(self, draws: random.Random) -> list[Damage]:
         return [Damage(draws.choice(WAYS), draws.getrandbits(32)) for _ in range(BATCH)]
 
-    def do(self, draws: random.Random, items: Sequence[Damage], folder: Path) -> Result:
+    def do(self, items: Sequence[Damage], folder: Path) -> Result:
         result = Result()
         write(folder)
         sys.path.insert(0, str(folder))  # the rewards

@@ -26,7 +26,7 @@ class Programs:
         names = [attack.name for attack in attacks(dict.fromkeys(NAMES, ""))]
         return draws.sample(names, BATCH)
 
-    def do(self, draws: random.Random, items: Sequence[str], folder: Path) -> Result:
+    def do(self, items: Sequence[str], folder: Path) -> Result:
         result = Result()
         with canaries(folder) as canary:
             every = {attack.name: attack for attack in attacks(canary)}

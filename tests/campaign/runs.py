@@ -93,6 +93,11 @@ def bad_once(sample):
         return eval(said, {"nan": float("nan"), "inf": float("inf")})
     return digits(sample)
 """
+WEIGHTS = {
+    "kill": 8, "segv": 1, "abort": 1, "stop": 2, "pause": 2, "term": 1, "int": 1, "supervisor": 1, "bad": 1, "clock": 1,
+    "junk": 1, "full": 1,
+}  # fmt: skip
+"""Action -> how often it is drawn, beside the others."""
 ENDS = {"term": 99, "int": 130, "supervisor": -9, "bad": 1, "full": 1}
 """Action -> the status by which a run ends after it; it is gone on with as a user does."""
 EXCUSED_STEPS, EXCUSED_S = 4, 10.0
@@ -143,9 +148,10 @@ class Runs:
         self.variant = draws.choices(names, weights)[0]
         return draw_faults(draws, VARIANTS[self.variant])
 
-    def do(self, draws: random.Random, items: Sequence[Fault], folder: Path) -> Result:
+    def do(self, items: Sequence[Fault], folder: Path) -> Result:
         result = Result()
         whole = reference(self.variant)
+        place = "faults under Ray" if VARIANTS[self.variant].ray else "faults inline"
         with Attacked(folder, VARIANTS[self.variant], result) as run:
             for fault in items:
                 if fault.action == "full" and not run.mounted:
@@ -153,14 +159,16 @@ class Runs:
                 if not run.meet(fault):
                     result.counts["not done, as the run ended before"] += 1
                     break
-                result.counts["faults under Ray" if run.variant.ray else "faults inline"] += 1
+                if fault.action == "junk" and not run.listens:
+                    continue
+                result.counts[place] += 1
                 result.counts[fault.kind] += 1
             run.ends()
             if not result.problems:
                 for problem in differences(run.kept, whole):
                     run.lost(problem)
             if (folder / "bad").exists():
-                result.counts["bad"] -= 1  # no reward was asked any more
+                result.counts.subtract({"bad": 1, place: 1})  # no reward was asked any more
         if result.problems:
             listed = "\n".join(f"  {fault}" for fault in items)
             result.problems[0] = f"{self.variant}:\n{listed}\n{result.problems[0]}"
@@ -196,23 +204,7 @@ def draw_faults(draws: random.Random, variant: Variant) -> list[Fault]:
         after = draws.choice([0, 2, 3, 4, 5, 6])
         delay = draws.uniform(0.0, 4.0 if not after else 0.3)
         victim = draws.choice(variant.victims)
-        action = draws.choices(
-            [
-                "kill",
-                "segv",
-                "abort",
-                "stop",
-                "pause",
-                "term",
-                "int",
-                "supervisor",
-                "bad",
-                "clock",
-                "junk",
-                "full",
-            ],
-            [8, 1, 1, 2, 2, 1, 1, 1, 1, 1, 1, 1],
-        )[0]
+        action = draws.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         value: float | str = 0.0
         if action in ("term", "int", "supervisor", "full"):
             victim = ""
@@ -249,6 +241,8 @@ class Attacked:
         self.port = 0
         self.may_end: list[tuple[str, int, int, float]] = []
         """Faults after which a run ends by a status: action, status, the step then, and when."""
+        self.listens = True
+        """Whether a process listened when junk was to be sent."""
         self.orphans: list[int] = []
         """Processes of a supervisor that was killed."""
         self.starts = 0
@@ -288,16 +282,8 @@ class Attacked:
         environment = {**os.environ, "COLUMNS": "1000"}
         environment["CAMPAIGN_CLOCK"] = str(self.folder / "clock")
         environment["PYTHONPATH"] = f"{CLOCK}{os.pathsep}{os.environ['PYTHONPATH']}"
-        command = [
-            sys.executable,
-            "-m",
-            "hybridflow.cli.main",
-            "run",
-            "tiny.toml",
-            "--supervise",
-            how,
-            *settings,
-        ]
+        words = ["-m", "hybridflow.cli.main", "run", "tiny.toml", "--supervise"]
+        command = [sys.executable, *words, how, *settings]
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=out, stderr=subprocess.STDOUT
@@ -495,8 +481,7 @@ class Attacked:
         pids = {str(pid) for pid, _ in descendants(self.process.pid)}
         draws = random.Random(int(fault.delay_s * 1e6))
         addresses = listening(pids) if pids else {}
-        if not addresses:
-            self.result.counts["junk"] -= 1  # nobody listens
+        self.listens = bool(addresses)
         for address in addresses:
             host, _, port = address.rpartition(":")
             if not host.strip("[]").removeprefix("::ffff:").startswith("127."):

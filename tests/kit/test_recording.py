@@ -98,6 +98,21 @@ def test_large_parts_are_complete_and_another_one_is_begun(tmp_path, form, monke
     assert steps_of(tmp_path) == list(range(1, 41))
 
 
+def test_rows_of_a_large_step_that_come_later_do_not_replace_the_first_ones(
+    tmp_path, form, monkeypatch
+):
+    """As those of a validation after the step's own."""
+    monkeypatch.setattr(recording, "PART_BYTES", 100)
+    table = RecordedTable(tmp_path, NAME, 10**9)
+    table.begin(0)
+    for step in (1, 2):
+        for number in range(3):
+            table.add([row(step, number, length=100)])
+            table.flush()
+    assert steps_of(tmp_path) == [1, 1, 1, 2, 2, 2]
+    assert len(parts_of(tmp_path / "recording", NAME)) == 2
+
+
 def test_a_run_that_goes_on_has_no_rows_of_later_steps_and_none_twice(tmp_path, form, monkeypatch):
     monkeypatch.setattr(recording, "PART_BYTES", 5_000)
     written(tmp_path, range(1, 40), length=100)
