@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ EVERY = "every.json"
 """The file that says which steps a table has: every so many."""
 PART_BYTES = 1_000_000
 """A part with more bytes of rows (`_size`) is complete with its last step. Its rows are held until
-then, and take several times as much."""
+then."""
 STEP_SHARE = 8
 """A step's rows may take one in so many bytes of the bound, as they are in memory."""
 
@@ -72,8 +73,11 @@ class RecordedTable:
         self.every = 1
         """Rows whose place is a multiple of this are kept."""
         self.suffix = ".parquet" if can_write_parquet() else ".jsonl"
-        self._rows: list[Row] = []
-        """The rows of the last part."""
+        self._rows: list[bytes] = []
+        """The rows of the last part, each list that was added pickled: as objects they take several
+        times as much, which a long run would have in pieces all over its memory."""
+        self._last = 0
+        """The step of the last one."""
         self._file: Path | None = None
         self._held = 0
         """Bytes of these rows."""
@@ -95,8 +99,8 @@ class RecordedTable:
             _keep(last, lambda row: row["step"] <= step)
             # On the disk it is not larger by much, where it is not compressed.
             if last.suffix == self.suffix and last.stat().st_size < 2 * PART_BYTES:
-                self._rows, self._file = read_part(last), last
-                self._held = sum(map(_size, self._rows))
+                self._file = last
+                self._hold(read_part(last))
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows of one step; those of steps that are left out are not kept.
@@ -104,19 +108,20 @@ class RecordedTable:
         Where they would take too much of the bound, the first ones are kept, at least one.
         """
         # A part is named by its first step, so that a step is in one part.
-        if self._held > PART_BYTES and rows and rows[0]["step"] != self._rows[-1]["step"]:
+        if self._held > PART_BYTES and rows and rows[0]["step"] != self._last:
             self.flush()
             self._rows, self._file, self._held = [], None, 0
+        kept: list[Row] = []
         size = 0
         for row in rows:
             if self.place(row) % self.every:
                 continue
             size += _size(row)
-            if size > self.most_bytes / STEP_SHARE and size > _size(row):
+            if kept and size > self.most_bytes / STEP_SHARE:
                 break
-            self._rows.append(row)
-            self._held += _size(row)
-            self._new = True
+            kept.append(row)
+        self._hold(kept)
+        self._new |= bool(kept)
         if self._held > PART_BYTES:
             self.flush()
 
@@ -125,9 +130,10 @@ class RecordedTable:
         if not self._new:
             return
         self._new = False
+        rows = self._held_rows()
         if self._file is None:
-            self._file = self.folder / f"{self.name}-{self._rows[0]['step']:08d}{self.suffix}"
-        _write_part(self._file, self._rows)
+            self._file = self.folder / f"{self.name}-{rows[0]['step']:08d}{self.suffix}"
+        _write_part(self._file, rows)
         while self._nbytes() > self.most_bytes and self._thin():
             pass
 
@@ -145,9 +151,19 @@ class RecordedTable:
                 path.unlink()
                 self._file = None if path == self._file else self._file
             steps.update(kept)
-        self._rows = [row for row in self._rows if self._is_kept(row)]
-        self._held = sum(map(_size, self._rows))
+        rows = [row for row in self._held_rows() if self._is_kept(row)]
+        self._rows, self._held = [], 0
+        self._hold(rows)
         return len(steps) > 1
+
+    def _hold(self, rows: Sequence[Row]) -> None:
+        if rows:
+            self._rows.append(pickle.dumps(rows))
+            self._held += sum(map(_size, rows))
+            self._last = rows[-1]["step"]
+
+    def _held_rows(self) -> list[Row]:
+        return [row for held in self._rows for row in pickle.loads(held)]
 
     def _is_kept(self, row: Row) -> bool:
         return self.place(row) % self.every == 0
