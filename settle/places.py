@@ -61,7 +61,7 @@ def forget_places(tables: Any) -> None:
         # A table that is no section is a role's.
         if role in SECTIONS or not isinstance(table, MutableMapping):
             continue
-        if table.get("pool") not in kept:
+        if table.get("pool") not in [*kept]:  # it may be of any type
             table.pop("pool", None)
         for key, sizes in places.items():
             if isinstance(inner := table.get(key), MutableMapping):

@@ -269,7 +269,7 @@ class RoleResolver:
             if key in own:
                 text = f"is for models, and {name} is a function"
                 problems.append(Problem(key, f"{text}; remove it"))
-        if self._is_unknown(own.get("pool")):
+        if "pool" in own and self._is_unknown(section.pool):
             problems.append(Problem("pool", self._no_pool(section.pool)))
         return problems
 

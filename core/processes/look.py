@@ -149,6 +149,13 @@ def kill(look: Look) -> None:
             os.kill(look.pid, signal.SIGKILL)
 
 
+def end_stopped(folder: Path) -> None:
+    """End the processes with a page in a folder that are stopped."""
+    for look in looks(folder):
+        if look.state == "stopped":
+            kill(look)
+
+
 def look_at(page: Path) -> Look | None:
     """Return what a page says, and the system of its process; None where it is no page any more."""
     try:

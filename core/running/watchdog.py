@@ -33,7 +33,15 @@ from hybridflow.core.contracts.runtime import Label, Process, Runtime
 from hybridflow.core.errors import HangError, WorkerDied
 from hybridflow.core.job.sections import RunSection
 from hybridflow.core.processes import page
-from hybridflow.core.processes.look import ANSWER_S, Frame, Look, Note, Thread, here
+from hybridflow.core.processes.look import (
+    ANSWER_S,
+    Frame,
+    Look,
+    Note,
+    Thread,
+    end_stopped,
+    here,
+)
 from hybridflow.core.running import supervised
 from hybridflow.core.running.folder import StopSignal
 from hybridflow.core.values.files import PROCESSES
@@ -125,7 +133,7 @@ class Watchdog:
         self._before: str | None = None
 
     def __enter__(self) -> Watchdog:
-        shutil.rmtree(self.pages, ignore_errors=True)  # of a controller that was killed
+        self._remove_pages()  # of a controller that was killed
         page.begin(self.pages, "controller", again=True)
         self._before = os.environ.get(page.FOLDER)
         os.environ[page.FOLDER] = str(self.pages)
@@ -140,7 +148,7 @@ class Watchdog:
             os.environ.pop(page.FOLDER, None)
         else:
             os.environ[page.FOLDER] = self._before
-        shutil.rmtree(self.pages, ignore_errors=True)  # also those of processes that were killed
+        self._remove_pages()  # also those of processes that were killed
         if self._interruption is not None and self._interruption[0] in _chain(error):
             raise self._interruption[1] from error
 
@@ -151,6 +159,14 @@ class Watchdog:
             yield
         finally:
             self._leave()
+
+    def _remove_pages(self) -> None:
+        """Remove the pages of a run that has ended; end those of its processes that are stopped.
+
+        All others see its end, and end by themselves.
+        """
+        end_stopped(self.pages)
+        shutil.rmtree(self.pages, ignore_errors=True)
 
     def begin(self) -> None:
         """From now on what stands still may be ended: the first step begins."""

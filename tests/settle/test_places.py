@@ -51,6 +51,12 @@ def test_what_is_forgotten_are_pools_and_sizes_and_nothing_else():
     }
 
 
+def test_a_pool_of_the_wrong_type_is_forgotten_too():
+    tables = {"reward": {"function": "math", "pool": [1]}}
+    forget_places(tables)
+    assert tables == {"reward": {"function": "math"}}
+
+
 def test_pools_on_cpus_and_the_rewards_in_them_stay():
     tables = given()
     judges = {"devices": [4], "device": "cpu"}

@@ -222,6 +222,11 @@ def test_a_function_may_have_a_pool_and_then_the_data_are_there_too():
     assert (plain.scorers["reward"].pool, plain.data_pool) == (None, "main")
 
 
+@pytest.mark.parametrize("role", ["reward", "actor", "actor.generation"])
+def test_what_is_no_name_of_a_pool_is_said_to_be_none(role):
+    assert problem(f"{role}.pool=[1]") == f"{role}.pool: expected a string, got [1] (list)"
+
+
 def test_a_pool_on_cpus_has_no_models_and_is_not_left_empty():
     said = "pool 'judges' is on CPUs, for reward functions; choose one for models"
     found = problem(*JUDGES, "reward.pool=judges", "algorithm.kl_coef=0.1", "ref.pool=judges")
