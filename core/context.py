@@ -286,6 +286,12 @@ class GroupStepContext:
     def prompts(self, count: int, data: str = "train") -> Batch:
         return self.data.draw(data, count)
 
+    def encode(self, texts: Sequence[str | Sequence[Mapping[str, Any]]]) -> Batch:
+        return self.data.encode(list(texts))
+
+    def decode(self, batch: Batch, column: str = "response_ids") -> list[str]:
+        return self.data.decode(batch, column).result()
+
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:
         return self.watch("", self.tasks.compute(batch, function))
 

@@ -106,6 +106,17 @@ class StepContext(Typing):
         columns pair and preferred. Call it again to draw more (DAPO does).
         """
 
+    def encode(self, texts: Sequence[str | Sequence[Mapping[str, Any]]]) -> Batch:
+        """Return prompts that the algorithm has written: texts, or chats (lists of messages).
+
+        They become tokens as those of [data], and have the columns prompt_ids, group (a number of
+        its own each, from 0) and meta, {}. A text that cannot be encoded, or is longer than
+        data.max_prompt_tokens, is a DataError of the call.
+        """
+
+    def decode(self, batch: Batch, column: str = "response_ids") -> list[str]:
+        """Return the texts of a column of tokens, without special tokens. Waits for them."""
+
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:
         """Run numerical work on the whole batch: one task on one worker.
 

@@ -5,6 +5,7 @@ DataSource  --Rows-->  RenderedRow (texts)  --ExampleSet-->  Example (token ids)
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,9 +13,10 @@ import numpy as np
 
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.contracts.tokenizer import Tokenizer
-from hybridflow.core.data.chats import Message
+from hybridflow.core.data.chats import Message, messages_of
 from hybridflow.core.data.rows import RenderedRow, Rows
 from hybridflow.core.errors import ConfigError, DataError
+from hybridflow.core.values.text import shorten
 
 CACHED_EXAMPLES = 200_000
 """Number of examples kept in memory once tokenised; further ones are tokenised on every access."""
@@ -91,6 +93,26 @@ class ExampleSet:
                 'set data.overlong = "drop" to leave such rows out'
             )
         return example
+
+    def prompt(self, text: str | Sequence[Mapping[str, Any]]) -> Example:
+        """Return an example without a response of a text or a chat that is no row of the source.
+
+        Raises DataError for one that cannot be encoded, is empty, or too long.
+        """
+        if isinstance(text, str):
+            row = RenderedRow(text, None, None, {})
+        else:
+            options = self.config.chat_template_kwargs
+            row = RenderedRow(None, messages_of(text), None, {}, template_kwargs=dict(options))
+        ids = self._prompt_ids(row)
+        limit = self.config.max_prompt_tokens
+        if len(ids) == 0 or (limit and len(ids) > limit):
+            raise DataError(
+                f"a prompt that the algorithm has written has {len(ids)} tokens: "
+                f"{shorten(str(text))}; write at least one, and at most data.max_prompt_tokens = "
+                f"{limit}, or raise that"
+            )
+        return Example(ids, None, {})
 
     def check(self, positions: int | None = None, limit: int = CHECKED) -> None:
         """Tokenise the first `limit` examples, to raise the DataError that a run would raise.

@@ -55,6 +55,7 @@ class DataWorker(Worker):
     def __init__(self, context: RankContext, sets: dict[str, DataConfig], tokenizer: Tokenizer):
         """Load the data sets, by name, and put a sampler on each."""
         super().__init__(context)
+        self.tokenizer = tokenizer
         self.sets = {
             name: ExampleSet(load_source(config), config, tokenizer)
             for name, config in sets.items()
@@ -86,6 +87,17 @@ class DataWorker(Worker):
         numbers: the `group` of each row; a row that is drawn twice is two groups.
         """
         return example_batch([self.sets[name][int(row)] for row in rows], numbers)
+
+    @register(Protocol.RANK_ZERO, same_rows=False, early=True)
+    def encode(self, texts: list[str | list[Mapping[str, Any]]]) -> Batch:
+        """Return prompts of texts and chats, made as those of the training data."""
+        examples = [self.sets["train"].prompt(text) for text in texts]
+        return example_batch(examples, np.arange(len(examples)))
+
+    @register(Protocol.RANK_ZERO, reads=lambda batch, column: [column])
+    def decode(self, batch: Batch, column: str) -> list[str]:
+        """Return the texts of a column of tokens."""
+        return [self.tokenizer.decode(ids.numpy()) for ids in batch[column]]
 
     @register(Protocol.RANK_ZERO)
     def size(self, name: str) -> int:

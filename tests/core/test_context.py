@@ -245,6 +245,17 @@ def test_drawn_rows_are_the_next_ones_of_the_data(context):
     assert {"prompt_ids", "meta"} <= set(drawn.names)
 
 
+def test_prompts_may_be_written_and_responses_read_as_texts(context):
+    ctx = context()
+    written = ctx.encode(["12+34=", "5="])
+    assert written["group"].values.tolist() == [0, 1] and written["meta"].values == [{}, {}]
+    assert ctx.decode(written, "prompt_ids") == ["12+34=", "5="]
+    answered = written.join(Batch({"response_ids": tokens([[4, 6, 2], [2]])}))  # 2 is the eos
+    assert ctx.decode(answered) == ["13", ""]
+    with pytest.raises(WorkerError, match="does not know 'w'"):
+        ctx.decode(ctx.encode(["what?"]), "prompt_ids")
+
+
 def test_a_unit_of_the_loss_stays_together_however_the_batch_is_split(context):
     batch = Batch(
         {"pair": torch.tensor([2, 1, 2, 1, 3, 3]), "ids": tokens([[n] for n in range(6)])}

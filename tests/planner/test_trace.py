@@ -27,6 +27,19 @@ class Filtered(Algorithm):
         assert ctx.reward.score(masked)["scores"].rows == 4
 
 
+class Asks(Algorithm):
+    """Asks about its prompts in its own words, and reads what is answered."""
+
+    Config = None
+
+    def roles(self):
+        return (Role("actor", trained=True, generates=True),)
+
+    def step(self, ctx):
+        asked = ctx.encode([f"{text}?" for text in ctx.decode(ctx.prompts(6), "prompt_ids")])
+        assert len(ctx.decode(ctx.actor.generate(asked))) == 6
+
+
 def calls(name: str, **settings) -> dict[tuple[str, str], tuple[int, int]]:
     found = registry().get("algorithm", name)
     return {
@@ -73,6 +86,13 @@ def test_what_a_page_reads_of_its_own_turn_is_found():
 def test_a_call_elsewhere_waits_with_the_results_that_it_needs():
     assert read_early(Filtered(None), {"compute"}) == ("reward.score",)
     assert read_early(Filtered(None), ()) == ()
+
+
+def test_texts_are_written_and_read_and_wait_where_the_data_is_beside_training():
+    [task] = trace_step(Asks(None))
+    assert (task.role, task.verb, task.sequences, task.prompts) == ("actor", "generate", 6, None)
+    assert read_early(Asks(None), {"actor"}) == ()
+    assert read_early(Asks(None), {"actor", "data"}) == ("data.decode",)
 
 
 def test_rows_of_a_group_have_one_prompt():

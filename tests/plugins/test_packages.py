@@ -73,27 +73,27 @@ def test_a_new_package_of_each_kind_is_installed_and_listed_and_passes_its_tests
         assert re.search(rf"test_my_{kind}\.py::.* PASSED", tested.stdout), tested.stdout
 
 
+PACKAGES = {
+    "gigpo": ("examples/calculator_tool.toml", "stages.grpo.algorithm.name=gigpo", *TINY),
+    "metis": (
+        "examples/plugins/hybridflow-metis/mixed.toml", "run.steps=1", "validation.data.limit=8", "validation.every=1",
+        "stages.warm-up.actor.model.config.num_hidden_layers=1", "stages.warm-up.run.steps=1",
+    ),
+}  # fmt: skip
+"""Algorithm -> the arguments of a run of it."""
+
+
 @matrix
-def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):
-    source = ROOT / "examples" / "plugins" / "hybridflow-gigpo"
+@pytest.mark.parametrize("name", PACKAGES)
+def test_an_example_is_a_package_that_needs_nothing_from_us(name, tmp_path):
+    source = ROOT / "examples" / "plugins" / f"hybridflow-{name}"
     packages = install(tmp_path / "site", source)
     listed = hybridflow(packages, tmp_path, "plugins", "algorithm").stdout
-    assert "gigpo" in listed and "hybridflow-gigpo" in listed
-    tests = shutil.copytree(source, tmp_path / "tests", ignore=lambda *_: {"hybridflow_gigpo.py"})
+    assert name in listed and source.name in listed
+    tests = shutil.copytree(source, tmp_path / "tests", ignore=lambda *_: {f"hybridflow_{name}.py"})
     tested = python(packages, tests, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     folder = f"run.folder={tmp_path / 'runs'}"
-    run = hybridflow(
-        packages,
-        ROOT,
-        "run",
-        "examples/calculator_tool.toml",
-        *TINY,
-        folder,
-        "stages.grpo.algorithm.name=gigpo",
-    )
-    assert (
-        run.returncode == 0
-        and "grpo: gigpo on" in run.stdout
-        and "held-out environment" in run.stdout
-    ), run.stderr
+    run = hybridflow(packages, ROOT, "run", *PACKAGES[name], folder)
+    assert run.returncode == 0 and f": {name} on" in run.stdout, run.stderr
+    assert "held-out" in run.stdout

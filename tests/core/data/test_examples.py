@@ -107,6 +107,21 @@ def test_overlong_rows_are_dropped_and_counted_when_asked():
         examples([{"prompt": "11"}] * 6, max_prompt_tokens=1, overlong="drop").check()
 
 
+def test_a_prompt_of_ones_own_is_made_like_those_of_rows():
+    data = examples(sums(3), prompt="{text}", bos=True, max_prompt_tokens=6)
+    example = data.prompt("12+3=")
+    assert example.prompt_ids.tolist() == [DIGITS.bos_id, *DIGITS.encode("12+3=")]
+    assert example.response_ids is None and example.meta == {}
+    with pytest.raises(DataError, match=r"has 7 tokens: '123[+]4='; .*max_prompt_tokens = 6"):
+        data.prompt("123+4=")
+    with pytest.raises(DataError, match="has 0 tokens"):
+        examples(sums(3), prompt="{text}").prompt("")
+
+    options = {"lead": "7"}
+    chats = examples(sums(3), ChatTokenizer(), prompt="{text}", chat_template_kwargs=options)
+    assert DIGITS.decode(chats.prompt([user("1+1")]).prompt_ids) == "71+1=*"
+
+
 def test_limit_takes_the_first_rows_and_indices_outside_are_refused():
     data = examples(sums(10), prompt="{text}", limit=4)
     assert len(data) == 4
