@@ -1,6 +1,7 @@
 """Whether a long run stays what it was: its memory, its weights under kills, and how soon it goes on.
 
-    python bench/endurance.py memory    3,000 undisturbed steps on Ray: each process at their end and at step 500
+    python bench/endurance.py memory    3,000 undisturbed steps on Ray: each process at their end and at step 500; of the
+                                        gcs and the raylet what they grow beyond those of a Ray that does nothing
     python bench/endurance.py kills     800 steps on Ray with 20 kills, and 800 inline without: the same bits
     python bench/endurance.py back      kills of a rank, an engine, the local Ray and the controller, each in a run of its own:
                                         how long until the next step
@@ -37,6 +38,18 @@ WARM = 500
 """The step at which a run's memory is taken for what it needs."""
 GROWTH = 1.03
 """What each process may have of that at the end."""
+IDLE = """
+import sys, tempfile, ray
+with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+    config = {"task_events_report_interval_ms": 0}
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder, _system_config=config)
+    print("started", flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+"""
+"""A local Ray with the settings of a run's, which does nothing until its input ends."""
+SERVICES = ("gcs_server", "raylet")
+"""Processes of a local Ray, whose memory grows for some minutes where nothing is done with it."""
 VICTIMS = ("controller", "rank 0", "writer", "the gcs_server", "the raylet")
 """Processes that are killed by turns, by the beginning of their names."""
 SAME = ("step", "reward/scores", "actor/loss", "actor/grad_norm", "actor/entropy", "tokens_total")
@@ -99,12 +112,23 @@ def own_memory(pid: int) -> int:
     return 1024 * (fields["Pss_Anon"] + fields["Pss_Shmem"])
 
 
-def memory_of(run: Path) -> dict[str, float]:
-    """Name of each process of a run that goes on -> its median memory over some steps, in MB."""
+def services_of(pid: int) -> dict[str, int]:
+    """Name -> number of the services of the local Ray that a process has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    names = {Path(f"/proc/{child}/comm").read_text().strip(): int(child) for child in children}
+    return {name: names[name] for name in SERVICES}
+
+
+def memory_of(run: Path, idle: dict[str, int]) -> dict[str, float]:
+    """Name of each process of a run that goes on -> its median memory over some steps, in MB.
+
+    With those of a Ray that does nothing, as "idle NAME".
+    """
     taken: dict[str, list[float]] = {}
     for _ in range(SAMPLES):
-        for look in looks(run / "processes"):
-            taken.setdefault(look.name, []).append(own_memory(look.pid) / 1e6)
+        found = {look.name: look.pid for look in looks(run / "processes")}
+        for name, pid in (found | {f"idle {name}": pid for name, pid in idle.items()}).items():
+            taken.setdefault(name, []).append(own_memory(pid) / 1e6)
         time.sleep(0.37)
     return {name: statistics.median(values) for name, values in taken.items()}
 
@@ -115,19 +139,34 @@ def memory(folder: Path, steps: int) -> bool:
     process = command(
         folder, "grpo.toml", "run.name=memory", "runtime.name=ray", "run.report=false"
     )
+    idle = subprocess.Popen(
+        [sys.executable, "-c", IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert idle.stdin is not None and idle.stdout is not None
+    while "started" not in idle.stdout.readline():
+        assert idle.poll() is None
+    services = services_of(idle.pid)
     found = []
     for step in (min(WARM, steps // 6), steps - LOOKED_AT):
         while steps_of(run) < step:
             if process.poll() is not None:
                 raise SystemExit((folder / "out.txt").read_text()[-3000:])
             time.sleep(0.2)
-        found.append(memory_of(run))
+        found.append(memory_of(run, services))
     assert process.wait() == 0
+    idle.stdin.close()
+    idle.wait()
     before, after = found
     met = before.keys() == after.keys()
     for name in before:
+        if name.startswith("idle "):
+            continue
+        service = next((one for one in SERVICES if one in name), None)
+        by_itself = after[f"idle {service}"] - before[f"idle {service}"] if service else 0.0
         met &= emit(
-            f"memory of {name} after {steps} steps", after[name], "MB", ratio=after[name] / before[name],
+            f"memory of {name} after {steps} steps, less {by_itself:.2f} MB that an idle one has grown"
+            if service else f"memory of {name} after {steps} steps",
+            after[name] - by_itself, "MB", ratio=(after[name] - by_itself) / before[name],
             against=f"step {min(WARM, steps // 6)}", bar=GROWTH, at_most=True,
         )  # fmt: skip
     return met

@@ -175,7 +175,8 @@ class HostedEngine(ContinuousEngine):
     def start(self) -> None:
         """Start the process and wait for its engine. Collective over the replica.
 
-        Raises ModelError for a model that is no policy, EngineDied with the tail of the log.
+        One that is killed meanwhile is restarted as later on. Raises ModelError for a model that is
+        no policy, EngineDied with the tail of the log.
         """
         hf_config = policy_config(self.model)
         # The bounds that requests are checked against.
@@ -191,7 +192,13 @@ class HostedEngine(ContinuousEngine):
         devices = self._visible_devices()
         environment = self.engine_class.environment(self.context.device)
         self._environment: Mapping[str, str] = environment | devices
-        self._launch()
+        try:
+            self._launch()
+        except EngineDied as error:
+            # What cannot start at all fails by itself, and would again.
+            if not self._leading(lambda: self.process is not None and self.process.killed):
+                raise
+            self._revive(error)
 
     def _visible_devices(self) -> dict[str, str]:
         """Return the variable that shows the replica's GPUs, and no others, to the process.
@@ -256,7 +263,10 @@ class HostedEngine(ContinuousEngine):
             "bucket": self.bucket.handle(),
             "door": door,
         }
-        self.process.connection.send(setup)
+        try:
+            self.process.connection.send(setup)
+        except OSError as error:
+            raise self.process.died() from error
         # Loading takes long: a line is printed now and then meanwhile.
         boxes = self.process.started(
             self.process_config.start_timeout_s,

@@ -80,6 +80,8 @@ class EngineProcess:
         """When it last showed progress, by time.monotonic."""
         self.ended: str | None = None
         """How the process ended, in words, once that is known."""
+        self.killed = False
+        """Whether that was by a signal, which was not of this side."""
         self._steps = -1
         self._members: set[int] = set()
         self._listener = threading.Thread(target=self._listen, daemon=True, name="engine-listener")
@@ -179,6 +181,7 @@ class EngineProcess:
                 _alive(self.process, 5.0)
                 code = self.process.poll()
                 how = "closed its connection" if code is None else _ending(code)
+                self.killed = code is not None and code < 0
             self.end()
 
             who = f"the process of the rollout engine (pid {self.pid})"

@@ -131,3 +131,10 @@ def counting_process(
     process = EngineProcess(log, environment)
     process.connection.send(setup_of(bucket, engine_class))
     return process, bucket
+
+
+class Broken(Slow):
+    """An engine that cannot start."""
+
+    def start(self):
+        raise RuntimeError("it cannot start")

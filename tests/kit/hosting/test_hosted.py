@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -12,18 +13,19 @@ import numpy as np
 import pytest
 import torch
 from helpers import hosted_jobs as jobs
-from helpers.counting import Counting, Slow, SlowInFlight, update
+from helpers.counting import Broken, Counting, Slow, SlowInFlight, update
 from helpers.kept_engines import kept_engines
 from helpers.paths import matrix
 
 import hybridflow.kit.hosting.hosted as hosted_module
+import hybridflow.kit.hosting.process as process_module
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.hosting.hosted import HostedEngine
-from hybridflow.kit.hosting.process import EngineDied
+from hybridflow.kit.hosting.process import EngineDied, EngineProcess
 from hybridflow.kit.testing import RolloutEngineConformance, one_rank
 from hybridflow.kit.testing.engine_base import PROMPTS, give_weights
 from hybridflow.kit.testing.models import reference
@@ -161,6 +163,47 @@ def test_restarts_are_used_up(counting):
             assert len(list(stream)) == 3
     with pytest.raises(EngineDied, match="used up"):
         list(stream)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_killed_while_it_starts_it_starts_again(make, monkeypatch, early):
+    """Before or after it was told what to start."""
+    started, killed = EngineProcess.started, []
+
+    def kill_first(process, *arguments):
+        if not killed:
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+        return started(process, *arguments)
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            if not killed:
+                killed.append(self.pid)
+                self.kill()
+                self.wait()
+
+    if early:
+        monkeypatch.setattr(process_module.subprocess, "Popen", Popen)
+    else:
+        monkeypatch.setattr(EngineProcess, "started", kill_first)
+    engine = make(SlowInFlight, restarts=1)
+    engine.start()
+    assert engine.process.pid != killed[0] and engine.figures() == {"engine_restarts": 1.0}
+    update(engine, 1, 1.0)
+    assert len(engine.generate(asked(4))) == 4
+
+    killed.clear()
+    with pytest.raises(EngineDied, match=r"SIGKILL(?s:.*)rollout\.restarts > 0"):
+        make(SlowInFlight, restarts=0).start()
+
+
+def test_what_cannot_start_is_not_started_again(make):
+    engine = make(Broken, restarts=5)
+    with pytest.raises(EngineDied, match=r"failed: .*it cannot start"):
+        engine.start()
+    assert engine.restarts == 0
 
 
 def test_killed_between_two_calls_it_comes_back_with_its_weights(counting):
