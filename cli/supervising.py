@@ -52,6 +52,8 @@ def supervise(command: Sequence[str], first: Sequence[str], say: Callable[[str],
             why = start.why
             if why is not None and arrived == [signal.SIGTERM]:
                 return STOPPED  # it has died before it could stop: the newest checkpoint stands
+            if why is not None and signal.SIGINT in arrived:
+                return INTERRUPTED
             if arrived or why is None:
                 return status
 

@@ -39,6 +39,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of five, a busy machine's judge refuses some
+
+
 def start_judge(port: int = 0) -> tuple[subprocess.Popen[bytes], int]:
     """A judge's process, and its port: a free one, or that which is given."""
     if not port:
@@ -56,4 +60,4 @@ def start_judge(port: int = 0) -> tuple[subprocess.Popen[bytes], int]:
 
 
 if __name__ == "__main__":
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -451,12 +451,20 @@ class Attacked:
         return True
 
     def on_term(self, fault: Fault) -> bool:
-        self.process.send_signal(signal.SIGTERM)
-        return True
+        return self.tell(signal.SIGTERM)
 
     def on_int(self, fault: Fault) -> bool:
-        self.process.send_signal(signal.SIGINT)
-        return True
+        return self.tell(signal.SIGINT)
+
+    def tell(self, number: int) -> bool:
+        """Send the run a signal, once it is more than a Python that starts."""
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+            if caught >> (signal.SIGTERM - 1) & 1:
+                self.process.send_signal(number)
+                return True
+        return False
 
     def on_supervisor(self, fault: Fault) -> bool:
         for look in looks(self.kept / "processes"):

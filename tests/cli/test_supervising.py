@@ -141,6 +141,15 @@ if start == 1:
     assert supervise(program) == (99, [], [""])  # SIGTERM ends it, as nothing takes it yet
 
 
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 99), ("SIGINT", 130)])
+def test_a_run_that_is_killed_as_it_is_to_end_is_not_started_again(supervise, number, status):
+    program = f"""
+os.kill(os.getppid(), signal.{number})
+die()
+"""
+    assert supervise(program) == (status, [], [""])
+
+
 def test_what_is_ignored_stays_ignored_and_a_hangup_is_a_sigterm(supervise):
     program = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
