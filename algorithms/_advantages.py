@@ -198,6 +198,25 @@ def leave_one_out(scores: Tensor, group: Tensor) -> Tensor:
     return advantages.to(result_dtype(scores))
 
 
+@torch.no_grad()
+def length_weighted(scores: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
+    """Return OPO's advantage: r_i less the mean of its group weighed by length (arXiv:2505.23585).
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j
+
+    That baseline has the least variance where a response's squared gradient grows as its length
+    does. A NaN, the score of a failed response, counts for no other one, and gives 0, and equal
+    scores give exactly 0. `scores`, `lengths` (tokens), result: [B]; `group`: int64 [B], any ids in
+    any order.
+    """
+    relative, inverse, kept = _by_group(scores, group)
+    same_shape("length_weighted", scores=scores, lengths=lengths)
+    weights = wide(lengths).to(relative.dtype).masked_fill(~kept, 0)
+    total = _group_sum(weights, inverse).clamp(min=1)
+    baseline = _group_sum(weights * relative, inverse) / total
+    return (relative - baseline).masked_fill(~kept, 0).to(result_dtype(scores))
+
+
 def _by_group(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return per row: the score less its group's lowest, the group's index, whether it is no NaN.
 

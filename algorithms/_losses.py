@@ -117,6 +117,114 @@ def cispo_loss(
     return (-weight * advantages * wide(logprobs)).to(result_dtype(logprobs))
 
 
+def soft_gate_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float
+) -> Tensor:
+    """Return SAPO's loss per token (arXiv:2511.20347).
+
+        rho = exp(logprobs - old_logprobs)
+        L   = -(4 / tau) sigmoid(tau (rho - 1)) A,    tau = tau_pos where A > 0, else tau_neg
+
+    Its slope in rho is -A at rho = 1, and falls smoothly on both sides, the faster the larger tau
+    is. All tensors and the result: [B, T]. Raises ValueError unless both tau are above 0.
+    """
+    same_shape(
+        "soft_gate_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ValueError(f"soft_gate_loss: tau must be above 0, got {tau_pos} and {tau_neg}")
+
+    rho = ratio(logprobs, old_logprobs)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    gate = 4 / tau * (tau * (rho - 1)).sigmoid()
+    return (-gate * advantages).to(result_dtype(logprobs))
+
+
+def geometric_mean_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """Return GMPO's loss per token (arXiv:2507.20673).
+
+        d = logprobs - old_logprobs, clipped to [-clip_low, clip_high] where that is the pessimistic
+            side: above for A > 0, below for A < 0
+        L = -exp(mean of d over the sequence) A
+
+    Each token has the value of its sequence, and the gradient of its own logprob, so that reduced
+    by `seq-mean-token-mean` both are those of the loss per sequence. The limits are of log ratios.
+    All tensors and the result: [B, T].
+    """
+    same_shape(
+        "geometric_mean_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    d = (wide(logprobs) - wide(old_logprobs)).clamp(-20, 20)
+    clipped = torch.where(advantages > 0, d.clamp(max=clip_high), d.clamp(min=-clip_low))
+    sequence = masked_mean(clipped.detach(), mask, dim=1).exp()
+    # The difference is 0, so that exp of it is 1, with the gradient of the token's own.
+    rho = sequence[:, None] * (clipped - clipped.detach()).exp()
+    return (-rho * advantages).to(result_dtype(logprobs))
+
+
+def divergence_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    kind: str,
+    limit_low: float,
+    limit_high: float,
+    most_ratio: float,
+) -> Tensor:
+    """Return DPPO's loss per token, by the binary divergence (arXiv:2602.04879).
+
+        p = exp(logprobs), q = exp(old_logprobs), the sampled token's probabilities
+        L = -M sg(min(p / q, most_ratio)) A logprob
+
+    M is 0 for a token whose probability has moved in its advantage's direction by more than the
+    limit: limit_high where A > 0, limit_low else. How far it has moved is by `kind`
+
+        tv    |p - q|
+        kl    q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    All tensors and the result: [B, T]. Raises ValueError for another kind.
+    """
+    if kind not in ("tv", "kl"):
+        refuse("divergence_loss", "kind", kind, "tv", "kl")
+    same_shape(
+        "divergence_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    new, old = wide(logprobs), wide(old_logprobs)
+    weight = ratio(new.detach(), old).clamp(max=most_ratio)
+    kept = ~diverged(new.detach(), old, advantages, kind, limit_low, limit_high)
+    return (-weight * kept * advantages * new).to(result_dtype(logprobs))
+
+
+@torch.no_grad()
+def diverged(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    kind: str,
+    limit_low: float,
+    limit_high: float,
+) -> Tensor:
+    """Return where `divergence_loss` has M = 0, bool [B, T]."""
+    new, old = wide(logprobs), wide(old_logprobs)
+    p, q = new.exp(), old.exp()
+    if kind == "tv":
+        moved = (p - q).abs()
+    else:
+        # 1 - p loses its digits where p is close to 1, and is 0 there at least as often as 1 - q.
+        tiny = torch.finfo(p.dtype).tiny
+        rest_p, rest_q = (-torch.expm1(x.clamp(max=0)) for x in (new, old))
+        moved = q * (old - new) + rest_q * (rest_q.clamp(min=tiny) / rest_p.clamp(min=tiny)).log()
+    up = (advantages > 0) & (p > q) & (moved > limit_high)
+    return up | ((advantages <= 0) & (p < q) & (moved > limit_low))
+
+
 def value_loss(
     values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None
 ) -> Tensor:

@@ -36,9 +36,9 @@ class SequenceLoss(PolicyLoss):
         limits = (config.clip_low, config.clip_high, self.dual_clip)
         return F.sequence_ratio_loss(logprobs, old, advantages, mask, *limits)
 
-    def ratio(self, logprobs, old, mask):
-        """Return the response's ratio on each of its tokens, [B, T]."""
-        return F.sequence_ratio(logprobs, old, mask)[:, None].expand_as(logprobs)
+    def clipped(self, logprobs, old, advantages, mask):
+        """Return on each token whether its response's ratio is outside the limits, bool [B, T]."""
+        return self.outside(F.sequence_ratio(logprobs, old, mask))[:, None].expand_as(logprobs)
 
 
 class GSPO(GRPO):

@@ -168,9 +168,13 @@ class PolicyLoss(Loss):
             logprobs, old, advantages, config.clip_low, config.clip_high, self.dual_clip
         )
 
-    def ratio(self, logprobs, old, mask) -> torch.Tensor:
-        """Return the ratio that is clipped, for the metrics; inputs and result are [B, T]."""
-        return (logprobs - old).clamp(-20, 20).exp()
+    def clipped(self, logprobs, old, advantages, mask) -> torch.Tensor:
+        """Return where a clip may act, for the metrics: bool [B, T], of inputs [B, T]."""
+        return self.outside((logprobs - old).clamp(-20, 20).exp())
+
+    def outside(self, ratio) -> torch.Tensor:
+        """Return where a ratio is outside the limits of the config, of its shape."""
+        return (ratio < 1 - self.config.clip_low) | (ratio > 1 + self.config.clip_high)
 
     def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
         config = self.config
@@ -192,8 +196,7 @@ class PolicyLoss(Loss):
             )
 
         # Figures without weight: how often the ratio is clipped, and how far the policy has moved.
-        ratio = self.ratio(logprobs.detach(), old, mask)
-        clipped = (ratio < 1 - config.clip_low) | (ratio > 1 + config.clip_high)
+        clipped = self.clipped(logprobs.detach(), old, batch["advantages"], mask)
         moved = F.kl_estimate(old, logprobs.detach(), "k3")
         mean = {"mask": mask, "how": self.how, "length": self.length}
         terms = [

@@ -136,26 +136,29 @@ def memory_of(run: Path, idle: dict[str, int]) -> dict[str, float]:
 def memory(folder: Path, steps: int) -> bool:
     """Compare each process's memory at the end of a run with that at step 500."""
     run = folder / "runs/memory"
-    process = command(
-        folder, "grpo.toml", "run.name=memory", "runtime.name=ray", "run.report=false"
-    )
-    idle = subprocess.Popen(
-        [sys.executable, "-c", IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert idle.stdin is not None and idle.stdout is not None
-    while "started" not in idle.stdout.readline():
-        assert idle.poll() is None
-    services = services_of(idle.pid)
     found = []
-    for step in (min(WARM, steps // 6), steps - LOOKED_AT):
-        while steps_of(run) < step:
-            if process.poll() is not None:
-                raise SystemExit((folder / "out.txt").read_text()[-3000:])
-            time.sleep(0.2)
-        found.append(memory_of(run, services))
-    assert process.wait() == 0
-    idle.stdin.close()
-    idle.wait()
+    # Its input ends with the body, and so it does.
+    with subprocess.Popen(
+        [sys.executable, "-c", IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as idle:
+        assert idle.stdout is not None
+        while "started" not in idle.stdout.readline():
+            assert idle.poll() is None
+        services = services_of(idle.pid)
+        process = command(
+            folder, "grpo.toml", "run.name=memory", "runtime.name=ray", "run.report=false"
+        )
+        try:
+            for step in (min(WARM, steps // 6), steps - LOOKED_AT):
+                while steps_of(run) < step:
+                    if process.poll() is not None:
+                        raise SystemExit((folder / "out.txt").read_text()[-3000:])
+                    time.sleep(0.2)
+                found.append(memory_of(run, services))
+            assert process.wait() == 0
+        finally:
+            process.terminate()
+            process.wait()
     before, after = found
     met = before.keys() == after.keys()
     for name in before:

@@ -83,6 +83,8 @@ class GroupRoleHandle:
             step = self._ctx.step
             if isinstance(self.rollout, SeparateRollout):
                 self.rollout.open(prompts, params, seed, step)
+                if not self.rollout.engines.outbox.holds:
+                    self._ctx.complete(step)  # the step has its turn: it waits here
                 return self._ctx.data.collect(prompts, self.role.name, step)
             self._watch(self.group.open(prompts, params, seed))
             return self.group.collect(prompts, step)
@@ -241,6 +243,8 @@ class GroupStepContext:
         None: engines generate."""
         self.carries: Collection[str] = ()
         """The roles whose responses may outlive a generation phase, or newer weights."""
+        self.complete: Callable[[int], None] = lambda step: None
+        """Waits until engines in pools of their own have generated all opened rows of a step."""
         self._aside = False
         self._clear()
 

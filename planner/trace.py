@@ -314,14 +314,14 @@ class _Tasks:
     def encode(self, texts: Sequence[Any]) -> Batch:
         columns = {
             "prompt_ids": self.recorder.ids(len(texts)),
-            "group": torch.arange(len(texts)),
+            "group": -1 - torch.arange(len(texts)),
             "meta": [{} for _ in texts],
         }
         return Batch(columns)
 
     def decode(self, batch: Batch, column: str) -> Future:
         """Return texts without a letter."""
-        read = self.recorder.result("data", "data.decode", batch.select([column]), batch)
+        read = self.recorder.result("", "decode", batch.select([column]), batch)
         return Future(lambda: [""] * read[column].rows)
 
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:

@@ -109,9 +109,9 @@ class StepContext(Typing):
     def encode(self, texts: Sequence[str | Sequence[Mapping[str, Any]]]) -> Batch:
         """Return prompts that the algorithm has written: texts, or chats (lists of messages).
 
-        They become tokens as those of [data], and have the columns prompt_ids, group (a number of
-        its own each, from 0) and meta, {}. A text that cannot be encoded, or is longer than
-        data.max_prompt_tokens, is a DataError of the call.
+        They become tokens as those of [data], and have the columns prompt_ids, group (-1, -2 and so
+        on in each call, which no drawn row has) and meta, {}. A text that cannot be encoded, or is
+        longer than data.max_prompt_tokens, is a DataError of the call.
         """
 
     def decode(self, batch: Batch, column: str = "response_ids") -> list[str]:

@@ -17,9 +17,10 @@ from typing import Any
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.processes.look import end_stopped
 from hybridflow.core.running import supervised
 from hybridflow.core.running.lock import hold
-from hybridflow.core.values.files import CONFIG, MARK, WRITTEN
+from hybridflow.core.values.files import CONFIG, MARK, PROCESSES, WRITTEN
 from hybridflow.core.values.sealed import write_sealed
 
 
@@ -54,6 +55,7 @@ def write_mark(job: Job, mark: Mapping[str, Any]) -> None:
 
 def _remove_run(folder: Path) -> None:
     """Remove what a run writes from its folder; all else there is somebody else's."""
+    end_stopped(folder / PROCESSES)  # their pages go, by which the next watchdog would find them
     for name in WRITTEN:
         path = folder / name
         if path.is_dir() and not path.is_symlink():

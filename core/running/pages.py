@@ -316,6 +316,8 @@ class Pages:
 
     def _page(self, step: int) -> Page:
         ctx = self.run.ctx.page(step, self.carried)
+        if self._serving is not None:
+            ctx.complete = self._serving.complete
         ctx.replays, self._replays = self._replays, []
         return Page(step, ctx, Traffic(), time.perf_counter())
 

@@ -92,9 +92,9 @@ class DataWorker(Worker):
     def encode(self, texts: list[str | list[Mapping[str, Any]]]) -> Batch:
         """Return prompts of texts and chats, made as those of the training data."""
         examples = [self.sets["train"].prompt(text) for text in texts]
-        return example_batch(examples, np.arange(len(examples)))
+        return example_batch(examples, -1 - np.arange(len(examples)))
 
-    @register(Protocol.RANK_ZERO, reads=lambda batch, column: [column])
+    @register(Protocol.RANK_ZERO, reads=lambda batch, column: [column], early=True)
     def decode(self, batch: Batch, column: str) -> list[str]:
         """Return the texts of a column of tokens."""
         return [self.tokenizer.decode(ids.numpy()) for ids in batch[column]]

@@ -19,6 +19,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -195,10 +196,17 @@ class HostedEngine(ContinuousEngine):
         try:
             self._launch()
         except EngineDied as error:
-            # What cannot start at all fails by itself, and would again.
-            if not self._leading(lambda: self.process is not None and self.process.killed):
+            # What fails by itself, as by a wrong option, would fail again.
+            if not self._leading(self._was_killed):
                 raise
             self._revive(error)
+
+    def _was_killed(self) -> bool:
+        """Return whether a signal has ended the process, or end it."""
+        if self.process is None:
+            return False
+        self.process.died()
+        return self.process.killed
 
     def _visible_devices(self) -> dict[str, str]:
         """Return the variable that shows the replica's GPUs, and no others, to the process.
@@ -264,7 +272,8 @@ class HostedEngine(ContinuousEngine):
             "door": door,
         }
         try:
-            self.process.connection.send(setup)
+            # See EngineProcess.send: as bytes.
+            self.process.connection.send_bytes(bytes(ForkingPickler.dumps(setup)))
         except OSError as error:
             raise self.process.died() from error
         # Loading takes long: a line is printed now and then meanwhile.

@@ -273,6 +273,8 @@ class AlgorithmConformance(LossConformance):
         if "environment" not in self.tables():
             carried = {"run": {"max_staleness": 2}}
             self._repeats(algorithm, carried, "with responses that go on in the next two steps")
+            never_stop = overlay(apart, carried)
+            self._repeats(algorithm, never_stop, "two ahead, with engines that never stop")
 
     def _repeats(self, algorithm: Algorithm, tables: Mapping[str, Any], how: str) -> None:
         """Require that two runs with these tables take four steps, and the same ones."""

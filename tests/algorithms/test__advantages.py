@@ -152,6 +152,17 @@ def test_equal_scores_of_a_group_give_exactly_zero():
     scores, group = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)
     assert fn.group_normalized(scores, group).tolist() == [0.0] * 7
     assert fn.leave_one_out(scores, group).tolist() == [0.0] * 7
+    lengths = torch.tensor([3.0, 1, 4, 1, 5, 9, 2])
+    assert fn.length_weighted(scores, group, lengths).tolist() == [0.0] * 7
+
+
+def test_a_length_weighted_baseline_leaves_out_what_has_failed():
+    scores = torch.tensor([1.0, 0.0, 7.0, math.nan, math.nan])
+    group, lengths = torch.tensor([5, 5, 1, 5, 2]), torch.tensor([1, 3, 9, 50, 1])
+    # group 5: (1 x 1 + 3 x 0) / 4; alone: its own score
+    close(fn.length_weighted(scores, group, lengths), [0.75, -0.25, 0.0, 0.0, 0.0])
+    none = torch.zeros(2, dtype=torch.int64)  # no token, no weight
+    close(fn.length_weighted(torch.tensor([1.0, 3.0]), none, none), [0.0, 2.0])
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others():
@@ -161,7 +172,11 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
 
 
 def test_groups_of_another_shape_than_the_scores_are_refused():
-    for function in (fn.group_normalized, fn.leave_one_out):
+    for function in (
+        fn.group_normalized,
+        fn.leave_one_out,
+        lambda scores, group: fn.length_weighted(scores, group, scores),
+    ):
         with pytest.raises(ValueError, match=r"both be \[B\], got \(2,\) and \(2, 1\)"):
             function(torch.ones(2), torch.ones(2, 1, dtype=torch.int64))
 
@@ -300,6 +315,16 @@ def ref_leave_one_out(scores, group):
     return out
 
 
+def ref_length_weighted(scores, group, lengths):
+    out = np.zeros_like(scores)
+    for i in range(len(scores)):
+        mine = [k for k in range(len(scores)) if group[k] == group[i]]
+        out[i] = scores[i] - np.average(
+            [scores[k] for k in mine], weights=[lengths[k] for k in mine]
+        )
+    return out
+
+
 def ref_weights(old, rollout, mask, mode, low, high, level):
     out = np.zeros_like(old)
     for i, j in np.ndindex(*old.shape):
@@ -346,6 +371,9 @@ def test_group_baselines_are_those_of_the_reference(seed):
         got = run(fn.group_normalized, scores, r.group, scale, eps)
         same(got, ref_group_normalized(scores, r.group, scale, eps))
     same(run(fn.leave_one_out, scores, r.group), ref_leave_one_out(scores, r.group))
+    lengths = r.rng.integers(1, 40, r.rows)
+    got = run(fn.length_weighted, scores, r.group, lengths)
+    same(got, ref_length_weighted(scores, r.group, lengths))
     length = r.rng.integers(0, 40, r.rows)
     want = [0.0 if n <= 20 else (20 - n) / 10 if n <= 30 else -1.0 for n in length]
     same(run(fn.overlong_punishment, length, 30, 10), want)

@@ -72,6 +72,10 @@ def test_zero_advantage_gives_zero_loss_and_zero_gradient_at_any_ratio():
         lambda x: fn.policy_ratio_loss(x, old, zero, 0.2, 0.3, dual_clip=3.0),
         lambda x: fn.sequence_ratio_loss(x, old, zero, torch.ones(1, 4), 0.2, 0.3),
         lambda x: fn.cispo_loss(x, old, zero, 1.0, 0.3),
+        lambda x: fn.soft_gate_loss(x, old, zero, 1.0, 1.05),
+        lambda x: fn.geometric_mean_loss(x, old, zero, torch.ones(1, 4), 0.4, 0.4),
+        lambda x: fn.divergence_loss(x.clamp(max=0), old, zero, "tv", 0.1, 0.1, 20.0),
+        lambda x: fn.divergence_loss(x.clamp(max=0), old, zero, "kl", 0.1, 0.1, 20.0),
     ):
         logprobs = torch.tensor([[-300.0, -1.0, 0.0, 300.0]], requires_grad=True)
         value = loss(logprobs)
@@ -239,6 +243,73 @@ def test_the_norm_without_a_constant_length_is_refused(length):
         fn.aggregate(LOSS, MASK, "seq-mean-token-sum-norm", length=length)
 
 
+def test_a_soft_gate_is_steepest_on_policy_and_has_a_temperature_for_each_sign():
+    logprobs, old = log_ratios(1.0, 1.0, 3.0, 3.0)
+    logprobs.requires_grad_()
+    loss = fn.soft_gate_loss(logprobs, old, t([2.0, -2.0, 1.0, -1.0]), 1.0, 2.0)
+    # 4 / tau sigmoid(tau (rho - 1)): at 1 it is 2 / tau, so -2 x 2 and 2 x 1;
+    # at 3 sigmoid(2) = 0.880797 and sigmoid(4) = 0.982014
+    close(loss, [[-4.0, 2.0, -4 * 0.8807970779, 2 * 0.9820137900]])
+    loss.sum().backward()
+    # d/dlogprob = -A rho 4 s (1 - s): s = 1/2 gives -A, however large tau is
+    s, z = 0.8807970779, 0.9820137900
+    close(logprobs.grad, [[-2.0, 2.0, -3 * 4 * s * (1 - s), 3 * 4 * z * (1 - z)]])
+
+
+@pytest.mark.parametrize("taus", [(0.0, 1.0), (1.0, -1.0), (1.0, math.nan)])
+def test_a_soft_gate_needs_temperatures_above_0(taus):
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="tau must be above 0, got"):
+        fn.soft_gate_loss(one, one, one, *taus)
+
+
+def test_a_geometric_mean_is_of_ratios_that_are_clipped_on_the_pessimistic_side():
+    logprobs = t([1.0, -1.0, 0.2], [1.0, -1.0, 0.2], [0.3, 9.0, 0.1]).requires_grad_()
+    advantages = t([2.0] * 3, [-2.0] * 3, [1.0] * 3)
+    mask = t([1, 1, 1], [1, 1, 1], [1, 0, 1])
+    loss = fn.geometric_mean_loss(logprobs, torch.zeros(3, 3), advantages, mask, 0.4, 0.4)
+    # A > 0: (0.4 - 1 + 0.2) / 3 = -0.4/3;  A < 0: (1 - 0.4 + 0.2) / 3 = 0.8/3;  (0.3 + 0.1) / 2
+    up, down, short = math.exp(-0.4 / 3), math.exp(0.8 / 3), math.exp(0.2)
+    close(loss[0], [-2 * up] * 3)
+    close(loss[1], [2 * down] * 3)
+    close(loss[2, [0, 2]], [-short] * 2)
+    fn.aggregate(loss, mask, "seq-mean-token-mean").backward()
+    # Each sequence's -A rho / tokens, without the tokens whose clip binds; a third of the batch
+    third = 1 / 9
+    close(logprobs.grad[0], [0.0, -2 * up * third, -2 * up * third])
+    close(logprobs.grad[1], [2 * down * third, 0.0, 2 * down * third])
+    close(logprobs.grad[2], [-short / 6, 0.0, -short / 6])
+
+
+def test_a_token_leaves_by_how_far_its_probability_has_moved_in_its_advantages_direction():
+    # p / q is 100 for the first, whose probability has moved by 0.001, and 0.8 for the last
+    p, q = t([0.00101, 0.6, 0.6, 0.2, 0.2, 0.79]), t([0.0000101, 0.4, 0.4, 0.4, 0.4, 0.99])
+    advantages = t([1.0, 1.0, -1.0, 1.0, -1.0, -1.0])
+    gone = fn.diverged(p.log(), q.log(), advantages, "tv", 0.15, 0.15)
+    assert gone.tolist() == [[False, True, False, False, True, True]]
+    logprobs = p.log().requires_grad_()
+    loss = fn.divergence_loss(logprobs, q.log(), advantages, "tv", 0.15, 0.15, 20.0)
+    # -min(p / q, 20) A log p of those that stay: 100 is cut to 20
+    close(
+        loss, [[-20 * math.log(0.00101), 0.0, 1.5 * math.log(0.6), -0.5 * math.log(0.2), 0.0, 0.0]]
+    )
+    loss.sum().backward()
+    close(logprobs.grad, [[-20.0, 0.0, 1.5, -0.5, 0.0, 0.0]])
+
+
+def test_the_binary_kl_is_between_the_token_and_all_others_together():
+    # 0.4 log(0.4 / 0.6) + 0.6 log(0.6 / 0.4) = 0.2 log 1.5 = 0.0811
+    p, q, up = t([0.6, 0.2]).log(), t([0.4, 0.4]).log(), t([1.0, -1.0])
+    for limit, gone in ((0.0810, True), (0.0812, False)):
+        assert fn.diverged(p, q, up, "kl", 9.0, limit)[0, 0].item() is gone
+    # 0.4 log(0.4 / 0.2) + 0.6 log(0.6 / 0.8) = 0.277259 - 0.172609
+    for limit, gone in ((0.1046, True), (0.1047, False)):
+        assert fn.diverged(p, q, up, "kl", limit, 9.0)[0, 1].item() is gone
+    # A token that was certain, and one that has become so: no NaN
+    sure = t([0.0, 0.0]), t([-1.0, 0.0])
+    assert fn.diverged(*sure, t([1.0, 1.0]), "kl", 0.1, 0.1).tolist() == [[True, False]]
+
+
 # Against loops
 
 
@@ -250,6 +321,26 @@ def ref_sequence_ratio(logprobs, old, mask):
 def ref_surrogate(rho, advantage, low, high, dual):
     loss = -min(rho * advantage, clip(rho, 1 - low, 1 + high) * advantage)
     return min(loss, -dual * advantage) if dual is not None and advantage < 0 else loss
+
+
+def ref_geometric_mean(logprobs, old, advantages, mask, low, high):
+    found = np.zeros_like(logprobs)
+    for i, row in enumerate(mask):
+        logs = []
+        for j, m in enumerate(row):
+            d = clip(logprobs[i, j] - old[i, j], -20, 20)
+            logs += [min(d, high) if advantages[i, j] > 0 else max(d, -low)] if m else []
+        found[i] = -math.exp(sum(logs) / max(len(logs), 1)) * advantages[i]
+    return found
+
+
+def ref_divergence(new, old, advantage, kind, low, high, most):
+    p, q = math.exp(new), math.exp(old)
+    moved = abs(p - q)
+    if kind == "kl":
+        moved = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if p > 0 else math.inf
+    left = p > q and moved > high if advantage > 0 else p < q and moved > low
+    return 0.0 if left else -min(math.exp(clip(new - old, -20, 20)), most) * advantage * new
 
 
 def ref_aggregate(loss, mask, how, tokens, sequences, length):
@@ -290,6 +381,23 @@ def test_token_losses_are_those_of_the_reference(seed, scale):
     same(run(fn.sequence_ratio, logprobs, old, r.mask), ref_sequence_ratio(logprobs, old, r.mask))
     want = per_token(lambda a, b, A: -clip(rho(a, b), 0.8, 1.3) * A * a, logprobs, old, advantages)
     same(run(fn.cispo_loss, logprobs, old, advantages, 0.2, 0.3), want)
+    want = per_token(
+        lambda a, b, A: (
+            -A * 4 / (s := 1.0 if A > 0 else 1.05) / (1 + math.exp(-s * (rho(a, b) - 1)))
+        ),
+        logprobs, old, advantages,
+    )  # fmt: skip
+    same(run(fn.soft_gate_loss, logprobs, old, advantages, 1.0, 1.05), want)
+    got = run(fn.geometric_mean_loss, logprobs, old, advantages, r.mask, 0.4, 0.3)
+    same(got, ref_geometric_mean(logprobs, old, advantages, r.mask, 0.4, 0.3))
+    below, before = -np.abs(logprobs) - 1e-3, -np.abs(old) - 1e-3
+    for kind in ("tv", "kl"):
+        got = run(fn.divergence_loss, below, before, advantages, kind, 0.1, 0.2, 20.0)
+        want = per_token(
+            lambda a, b, A, kind=kind: ref_divergence(a, b, A, kind, 0.1, 0.2, 20.0),
+            below, before, advantages,
+        )  # fmt: skip
+        same(got, want)
     want = per_token(
         lambda v, o, R: 0.5 * max((v - R) ** 2, (clip(v, o - 0.2, o + 0.2) - R) ** 2),
         logprobs,
@@ -339,6 +447,7 @@ TOKEN_LOSSES = {
         x, old, A, 0.2, 0.3, 3.0
     ),
     "sequence_ratio": lambda x, old, A, mask: fn.sequence_ratio(x, old, mask),
+    "soft_gate_loss": lambda x, old, A, mask: fn.soft_gate_loss(x, old, A, 1.0, 1.05),
     "value_loss": lambda x, old, A, mask: fn.value_loss(x, old, A, 0.2),
     "value_loss without clip": lambda x, old, A, mask: fn.value_loss(x, old, A, None),
     **{
@@ -373,6 +482,39 @@ def test_cispos_gradient_is_that_of_the_log_likelihood_with_frozen_weights(seed)
     (got,) = torch.autograd.grad(fn.cispo_loss(logprobs, old, advantages, 0.2, 0.3).sum(), logprobs)
     weights = np.clip(np.exp((logprobs.detach() - old).numpy()), 0.8, 1.3)
     same(got, -weights * advantages.numpy())
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_the_divergence_losss_gradient_is_that_of_the_log_likelihood_with_frozen_weights(kind):
+    logprobs, old, advantages, _ = smooth_batch(0)
+    logprobs, old = (-(x.detach().abs()) - 0.01 for x in (logprobs, old))
+    logprobs.requires_grad_()
+    loss = fn.divergence_loss(logprobs, old, advantages, kind, 0.1, 0.1, 2.0)
+    (got,) = torch.autograd.grad(loss.sum(), logprobs)
+    weights = np.minimum(np.exp((logprobs.detach() - old).numpy()), 2.0)
+    kept = ~fn.diverged(logprobs, old, advantages, kind, 0.1, 0.1).numpy()
+    assert 0 < kept.mean() < 1
+    same(got, -weights * kept * advantages.numpy())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_geometric_mean_loss_has_value_and_gradient_of_the_loss_per_sequence(seed):
+    # GMPO's objective as TRL writes it: -A exp(mean of min(d A, clip(d) A) / A)
+    logprobs, old, advantages, mask = smooth_batch(seed)
+    A = advantages[:, :1].expand_as(advantages)
+    got = fn.aggregate(
+        fn.geometric_mean_loss(logprobs, old, A, mask, 0.4, 0.3), mask, "seq-mean-token-mean"
+    )
+    d = logprobs - old
+    inner = torch.where(
+        A > 0, torch.minimum(d, d.clamp(-0.4, 0.3)), torch.maximum(d, d.clamp(-0.4, 0.3))
+    )
+    means = (inner * mask).sum(1) / mask.sum(1)
+    want = (-A[:, 0] * means.exp()).mean()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, logprobs)[0], torch.autograd.grad(want, logprobs)[0]
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

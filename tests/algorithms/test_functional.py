@@ -26,6 +26,10 @@ HOWS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-tok
             ["how", "'token-mean'", "'seq-mean-token-sum-norm'", "got 'mean'"],
         ),
         (
+            lambda x: fn.divergence_loss(x, x, x, "js", 0.1, 0.1, 20.0),
+            ["kind", "'tv'", "'kl'", "got 'js'"],
+        ),
+        (
             lambda x: fn.importance_weights(x, x, x, "clip", 0.5, 2.0),
             ["mode", "'truncate'", "'mask'", "got 'clip'"],
         ),
@@ -66,6 +70,10 @@ X23, X2, X21 = torch.ones(2, 3), torch.ones(2), torch.ones(2, 1)
         lambda: fn.sequence_ratio(X23, X21, X23),
         lambda: fn.sequence_ratio_loss(X23, X23, X21, X23, 0.2, 0.2),
         lambda: fn.cispo_loss(X21, X21, X2, 0.2, 0.2),
+        lambda: fn.soft_gate_loss(X23, X23, X21, 1.0, 1.0),
+        lambda: fn.geometric_mean_loss(X23, X23, X21, X23, 0.4, 0.4),
+        lambda: fn.divergence_loss(X23, X21, X23, "tv", 0.1, 0.1, 20.0),
+        lambda: fn.length_weighted(X2, X2.long(), X21),
         lambda: fn.value_loss(X21, X21, X2, 0.2),
         lambda: fn.value_loss(X21, X2, X21, 0.2),
         lambda: fn.bradley_terry_loss(X21, X2),
@@ -104,6 +112,15 @@ def calls(x, mask, row, group):
         "sequence_ratio": lambda: fn.sequence_ratio(x, x / 2, mask),
         "sequence_ratio_loss": lambda: fn.sequence_ratio_loss(x, x / 2, x, mask, 0.2, 0.2),
         "cispo_loss": lambda: fn.cispo_loss(x, x / 2, x, 0.2, 0.2),
+        "soft_gate_loss": lambda: fn.soft_gate_loss(x, x / 2, x, 1.0, 1.05),
+        "geometric_mean_loss": lambda: fn.geometric_mean_loss(x, x / 2, x, mask, 0.4, 0.4),
+        **{
+            f"divergence_loss {kind}": lambda kind=kind: fn.divergence_loss(
+                -x.abs(), -x.abs() / 2, x, kind, 0.3, 0.3, 20.0
+            )
+            for kind in ("tv", "kl")
+        },
+        "length_weighted": lambda: fn.length_weighted(row, group, row.abs()),
         "value_loss": lambda: fn.value_loss(x, x / 2, x * 2, 0.2),
         "bradley_terry_loss": lambda: fn.bradley_terry_loss(row, row / 2),
         "cost_model_loss": lambda: fn.cost_model_loss(row, row / 2, row.sign(), -row.sign()),
@@ -127,6 +144,8 @@ def test_every_public_function_is_in_the_common_tests():
     covered = set(NAMES) | {
         "kl_estimate",
         "importance_weights",
+        "divergence_loss",
+        "diverged",
         "aggregate",
         "AdaptiveKL",
         "LagrangeMultiplier",

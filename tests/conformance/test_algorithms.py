@@ -9,9 +9,12 @@ from hybridflow.algorithms.cispo import CISPO, CISPOConfig
 from hybridflow.algorithms.cost_model import CostModel, CostModelConfig
 from hybridflow.algorithms.dapo import DAPO, DAPOConfig
 from hybridflow.algorithms.dpo import DPO, DPOConfig
+from hybridflow.algorithms.dppo import DPPO, DPPOConfig
 from hybridflow.algorithms.dr_grpo import DrGRPO, DrGRPOConfig
+from hybridflow.algorithms.gmpo import GMPO, GMPOConfig
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.gspo import GSPO, GSPOConfig
+from hybridflow.algorithms.opo import OPO, OPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
 from hybridflow.algorithms.reinforce_pp import (
     ReinforcePP,
@@ -23,6 +26,7 @@ from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
+from hybridflow.algorithms.sapo import SAPO, SAPOConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.kit.testing import AlgorithmConformance
@@ -66,6 +70,10 @@ OURS = [
     DAPO(DAPOConfig(**OFF_POLICY, overlong_cache=2)),
     GSPO(GSPOConfig(**OFF_POLICY)),
     CISPO(CISPOConfig(**OFF_POLICY)),
+    SAPO(SAPOConfig(**OFF_POLICY)),
+    GMPO(GMPOConfig(**OFF_POLICY)),
+    DPPO(DPPOConfig(**OFF_POLICY)),
+    OPO(OPOConfig(**GROUPS)),
 ]
 
 AHEAD = [OURS[0], OURS[3], OURS[12]]

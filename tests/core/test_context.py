@@ -248,7 +248,7 @@ def test_drawn_rows_are_the_next_ones_of_the_data(context):
 def test_prompts_may_be_written_and_responses_read_as_texts(context):
     ctx = context()
     written = ctx.encode(["12+34=", "5="])
-    assert written["group"].values.tolist() == [0, 1] and written["meta"].values == [{}, {}]
+    assert written["group"].values.tolist() == [-1, -2] and written["meta"].values == [{}, {}]
     assert ctx.decode(written, "prompt_ids") == ["12+34=", "5="]
     answered = written.join(Batch({"response_ids": tokens([[4, 6, 2], [2]])}))  # 2 is the eos
     assert ctx.decode(answered) == ["13", ""]

@@ -28,7 +28,19 @@ from hybridflow.settle.schema import SamplingSection
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{
         name: {"prompts_per_step": 4, "group_size": 2}
-        for name in ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce_pp_baseline", "rloo")
+        for name in (
+            "cispo",
+            "dapo",
+            "dppo",
+            "dr_grpo",
+            "gmpo",
+            "grpo",
+            "gspo",
+            "opo",
+            "reinforce_pp_baseline",
+            "rloo",
+            "sapo",
+        )
     },
     **{name: {"prompts_per_step": 4} for name in ("ppo", "reinforce_pp", "remax", "safe_rlhf")},
     "sft": {"batch_size": 4},

@@ -88,11 +88,10 @@ def test_a_call_elsewhere_waits_with_the_results_that_it_needs():
     assert read_early(Filtered(None), ()) == ()
 
 
-def test_texts_are_written_and_read_and_wait_where_the_data_is_beside_training():
+def test_texts_are_written_and_read():
     [task] = trace_step(Asks(None))
     assert (task.role, task.verb, task.sequences, task.prompts) == ("actor", "generate", 6, None)
-    assert read_early(Asks(None), {"actor"}) == ()
-    assert read_early(Asks(None), {"actor", "data"}) == ("data.decode",)
+    assert read_early(Asks(None), {"actor", "data"}) == ()
 
 
 def test_rows_of_a_group_have_one_prompt():

@@ -30,6 +30,7 @@ NUMBER = re.compile(r"\d*\.\d+|\d+")
 class METISConfig(GRPOConfig):
     """Settings of METIS over GRPO. Rewards are between 0 and 1, as their variance is asked for.
 
+    data.max_prompt_tokens must hold the texts below with examples + 1 prompts in them.
     The paper gives K = 3 and the coefficient 0.01; pool_factor, decay and the texts are ours.
     """
 
@@ -54,7 +55,10 @@ class METISConfig(GRPOConfig):
 
 
 class JudgementLoss(PolicyLoss):
-    """REINFORCE on the tokens of judgements."""
+    """REINFORCE on the tokens of judgements: the ratio is to the present weights themselves."""
+
+    def __init__(self, config):
+        super().__init__(attrs.evolve(config, old_logprobs="trainer"), on_policy=True)
 
     def __call__(self, batch, outputs):
         policy, *_ = super().__call__(batch, outputs)
@@ -79,7 +83,7 @@ class METIS(GRPO):
     def step(self, ctx):
         config, count = self.config, self.config.prompts_per_step
         losses = self.losses()
-        about = JudgementLoss(config, on_policy=True)
+        about = JudgementLoss(config)
 
         # Every prompt of the pool is judged, and those are answered that may vary most.
         pool = ctx.prompts(config.pool_factor * count)

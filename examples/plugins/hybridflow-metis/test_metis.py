@@ -1,4 +1,4 @@
-"""METIS: by hand, under hybridflow's kit, and whether its judgements become right."""
+"""METIS: by hand, under hybridflow's kit, and what it trains on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestMETIS(AlgorithmConformance):
 class TestJudgementLoss(LossConformance):
     @pytest.fixture
     def losses(self):
-        return {"actor": JudgementLoss(METISConfig(), on_policy=True)}
+        return {"actor": JudgementLoss(METISConfig())}
 
 
 def test_a_judgement_is_the_last_number():
@@ -90,7 +90,9 @@ def test_the_last_prompts_are_shown_with_their_variances():
 
 
 def test_the_loss_of_judgements_is_reinforce_with_its_coefficient():
-    loss = JudgementLoss(METISConfig(judgement_coef=0.01, how="token-mean"), on_policy=True)
+    config = METISConfig(judgement_coef=0.01, how="token-mean", old_logprobs="rollout")
+    loss = JudgementLoss(config)
+    assert loss.reads == ["advantages"]
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     batch = {"advantages": torch.tensor([[3.0, 3.0]]), "loss_mask": torch.ones(1, 2)}
     term = loss(batch, {"logprobs": logprobs, "entropy": torch.zeros(1, 2)})
@@ -103,18 +105,32 @@ def test_the_prompts_that_are_judged_to_vary_most_are_answered(monkeypatch):
     algorithm = metis(pool_factor=4)
     with TinyRun(algorithm, TABLES) as run:
         seen, generate = [], type(run.ctx.actor).generate
+        updates, update = [], type(run.ctx.actor).update
 
         def watched(handle, prompts, **settings):
             seen.append(prompts)
             return generate(handle, prompts, **settings)
 
+        def watched_update(handle, pairs):
+            updates.append(pairs)
+            return update(handle, pairs)
+
         monkeypatch.setattr(type(run.ctx.actor), "generate", watched)
+        monkeypatch.setattr(type(run.ctx.actor), "update", watched_update)
         said = iter(range(100))
         monkeypatch.setattr("hybridflow_metis.judgement", lambda text: next(said) % 16 / 64)
         run.step()
         questions, answered = seen
         asked = run.ctx.decode(questions, "prompt_ids")
         prompts = run.ctx.decode(answered, "prompt_ids")
+        [[(mini, _), (judged, _)]] = updates
+        judged_texts = run.ctx.decode(judged, "prompt_ids")
+        scores, better = mini["scores"].values.numpy(), judged["better"].values.numpy()
     assert len(asked) == len(prompts) == 16
     best = [text.removesuffix("?") for text in asked[:-5:-1]]
     assert prompts == [text for text in best for _ in range(4)]
+    # Each judgement is rewarded by the rewards to its own prompt, less the first mean.
+    assert judged_texts == [f"{text}?" for text in best]
+    said = np.array([15, 14, 13, 12]) / 64
+    rewards = 1 - (4 * (said - scores.reshape(4, 4).var(1))) ** 2
+    np.testing.assert_allclose(better, rewards - rewards.mean(), atol=1e-6)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 import pytest
 from helpers.jobs import job_of
+from helpers.sleepers import sleeper
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.folder import StopRequested, StopSignal, claim, versions, write_mark
@@ -45,6 +46,16 @@ def test_a_folder_is_held_by_one_process_at_a_time(tmp_path):
         pytest.raises(BlockingIOError),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_run_that_is_replaced_leaves_no_stopped_process(tmp_path):
+    job = job_of(tmp_path)
+    pages = job.folder / "processes"
+    pages.mkdir(parents=True)
+    (job.folder / "run.json").write_text("{}")
+    with sleeper(pages, stopped=True) as left, claim(job, resume=False, overwrite=True):
+        assert left.wait(30) == -signal.SIGKILL
+        assert not pages.exists()
 
 
 def test_a_run_that_is_there_is_gone_on_with_or_replaced_if_that_was_asked_for(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from helpers.driven import Driven
 
+from hybridflow.algorithms.grpo import GRPO as GRPOPage, GRPOConfig
 from hybridflow.core.errors import HybridFlowError, MismatchError, WorkerError
 from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
@@ -175,6 +176,26 @@ def test_what_is_drawn_after_the_turn_is_of_the_present_weights():
         assert metrics["actor/staleness_max"] == 1.0
         assert mean == 1.0 if drawn == 1 else 0.0 < mean < 1.0
     assert any("ctx.reward.score" in said for said in driven.said)
+
+
+class Twice(GRPOPage):
+    """Reads what it has generated, and generates again before it trains."""
+
+    def step(self, ctx):
+        asked = ctx.actor.generate(ctx.prompts(4))
+        assert len(ctx.decode(asked)) == 4
+        super().step(ctx)
+
+
+def test_what_is_generated_after_the_turn_is_waited_for_where_engines_never_stop():
+    found = []
+    for _ in range(2):
+        config = GRPOConfig(prompts_per_step=4, group_size=4, correction="truncate")
+        with tiny(Twice(config), staleness=2) as run:
+            driven = Driven(run, steps=4)
+            found.append(run.checksums())
+        assert len(driven.metrics) == 4
+    assert found[0] == found[1]
 
 
 def test_validation_between_steps_changes_nothing(tmp_path):

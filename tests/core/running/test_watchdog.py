@@ -15,6 +15,7 @@ import time
 import attrs
 import pytest
 from helpers.paths import ROOT
+from helpers.sleepers import sleeper
 from helpers.waiting import eventually
 
 from hybridflow.core.contracts.runtime import Label, Process, ResourcePool
@@ -390,47 +391,18 @@ def hangs_until(condition) -> None:
         time.sleep(0.01)
 
 
-SLEEPS = """
-import sys, time
-from hybridflow.core.processes import page
-page.begin(sys.argv[1], "writer")
-print(flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.fixture
-def started():
-    """Starts a process with a page in a folder, which sleeps; stopped or not."""
-    children = []
-
-    def start(folder, stopped: bool) -> subprocess.Popen:
-        command = [sys.executable, "-c", SLEEPS, str(folder)]
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-        children[-1].stdout.readline()
-        if stopped:
-            children[-1].send_signal(signal.SIGSTOP)
-            os.waitpid(children[-1].pid, os.WUNTRACED)
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.kill()
-        child.communicate()
-
-
-def test_a_stopped_process_does_not_outlive_its_run(runs, tmp_path, started):
+def test_a_stopped_process_does_not_outlive_its_run(runs, tmp_path):
     """It cannot see that the run has ended; of a controller that was killed, the next one ends it."""
     pages = tmp_path / "run/processes"
     pages.mkdir(parents=True)
-    left, busy = started(pages, stopped=True), started(pages, stopped=False)
-    stop, watch, _ = runs("say")
-    with stop, watch:
-        assert left.wait(30) == -signal.SIGKILL
-        left = started(pages, stopped=True)
-        assert left.poll() is None
-    assert left.wait(30) == -signal.SIGKILL
-    assert busy.poll() is None  # it sees the end by itself
+    with sleeper(pages, stopped=True) as left, sleeper(pages, stopped=False) as busy:
+        stop, watch, _ = runs("say")
+        with stop, watch:
+            assert left.wait(30) == -signal.SIGKILL
+            with sleeper(pages, stopped=True) as later:
+                watch.__exit__(None, None, None)
+                assert later.wait(30) == -signal.SIGKILL
+        assert busy.poll() is None  # it sees the end by itself
 
 
 def test_a_controller_that_hangs_is_told_with_where_it_is(runs, tmp_path):
