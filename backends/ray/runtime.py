@@ -379,6 +379,12 @@ class RayRuntime(Runtime):
 
         Raises HybridFlowError if the pool does not fit into the cluster.
         """
+        with self._losing():
+            return self._launch(pool, device, environment)
+
+    def _launch(
+        self, pool: ResourcePool, device: str, environment: dict[str, str]
+    ) -> list[Process]:
         placement = self._place(pool, device)
         threads = str(self.config.threads)
         variables = {
@@ -417,6 +423,10 @@ class RayRuntime(Runtime):
 
     def started(self) -> None:
         """Wait until every rank that was launched has joined its process group."""
+        with self._losing():
+            self._wait_for_starting()
+
+    def _wait_for_starting(self) -> None:
         starting, self._starting = self._starting, []
         deadline = time.monotonic() + self.config.start_timeout_s
         for pool, joins in starting:
@@ -428,6 +438,8 @@ class RayRuntime(Runtime):
                     f"{self.config.start_timeout_s:g} s (runtime.start_timeout_s)"
                 ) from error
             except (RayActorError, RayTaskError) as error:
+                if isinstance(error, RayActorError) and not error.actor_init_failed:
+                    raise self._died(error) from error
                 raise HybridFlowError(
                     f"a process of pool {pool.name!r} failed to start: {error}"
                 ) from error
@@ -656,6 +668,19 @@ class RayRuntime(Runtime):
                 if value[1]:  # it has handles to the store
                     self._sort_out_answered()
                 return value
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Raise WorkerDied where the body fails since a local Ray has lost one of its processes.
+
+        What Ray raises then is of many kinds: that there are no resources, or no such group.
+        """
+        try:
+            yield
+        except Exception as error:
+            if (lost := self.lost()) is not None:
+                raise WorkerDied(lost, role="?", phase="?", rank=None) from error
+            raise
 
     def _check_services(self) -> None:
         """Raise WorkerDied where a local Ray has lost one of its own processes."""

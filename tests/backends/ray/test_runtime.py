@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from helpers.paths import matrix
 from helpers.waiting import eventually
@@ -127,6 +129,48 @@ def test_pools_start_together_and_the_one_that_is_late_is_named(ray_cluster):
         WorkerGroup(Settings, pool, name=pool.spec.name).look().result()[0][0] for pool in pools
     }
     assert len(pids) == 2
+    runtime.shutdown()
+
+
+def ended_process() -> subprocess.Popen:
+    """One that a signal has ended, as a service of Ray's may be."""
+    process = subprocess.Popen(["sleep", "60"])
+    process.kill()
+    process.wait()
+    return process
+
+
+def test_a_service_that_ends_while_pools_start_is_a_loss_to_go_on_from(ray_cluster, monkeypatch):
+    runtime = RayRuntime(RayConfig())
+    runtime.start()
+
+    def fails(*_: object) -> None:
+        raise Exception("Placement group PlacementGroupID(1f) does not exist.")  # as Ray does
+
+    for step in ("_place", "_wait_for_starting"):
+        monkeypatch.setattr(runtime, step, fails)
+    calls = (lambda: Pool.launch(ResourcePool("main"), runtime, wait=False), runtime.started)
+    for call in calls:
+        with pytest.raises(Exception, match="does not exist"):
+            call()
+    runtime._services = {"raylet": ended_process()}
+    for call in calls:
+        with pytest.raises(
+            WorkerDied, match=r"the raylet of the local Ray .* has ended by signal 9"
+        ):
+            call()
+    runtime._services = {}
+    runtime.shutdown()
+
+
+def test_a_process_that_is_killed_while_it_starts_has_died(ray_cluster):
+    runtime = RayRuntime(RayConfig())
+    runtime.start()
+    Pool.launch(ResourcePool("main"), runtime, wait=False)
+    [process] = runtime.processes
+    ray.kill(process.actor)
+    with pytest.raises(WorkerDied, match="the process of rank 0 of pool 'main' is gone"):
+        runtime.started()
     runtime.shutdown()
 
 
