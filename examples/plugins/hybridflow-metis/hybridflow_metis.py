@@ -87,7 +87,8 @@ class METIS(GRPO):
 
         # Every prompt of the pool is judged, and those are answered that may vary most.
         pool = ctx.prompts(config.pool_factor * count)
-        questions = ctx.encode([self.asked(text) for text in ctx.decode(pool, "prompt_ids")])
+        texts = ctx.decode(pool, "prompt_ids")
+        questions = ctx.encode([self.asked(text) for text in texts])
         tokens = min(config.judgement_tokens, ctx.sampling.max_tokens)
         with ctx.aside():
             sampling = attrs.evolve(ctx.sampling, max_tokens=tokens)
@@ -96,8 +97,7 @@ class METIS(GRPO):
         chosen = np.argsort(-np.nan_to_num(predicted, nan=-1.0), kind="stable")[:count]
 
         # GRPO's generation and inference.
-        prompts = pool.take(chosen)
-        batch = ctx.actor.generate(prompts.repeat(config.group_size))
+        batch = ctx.actor.generate(pool.take(chosen).repeat(config.group_size))
         inferred = [ctx.reward.score(batch)]
         if config.kl_coef:
             inferred.append(ctx.ref.logprobs(batch))
@@ -116,7 +116,7 @@ class METIS(GRPO):
         better = torch.from_numpy(self.compared(rewards)).float()
         judged = judged.take(chosen).with_columns(better=better)
         judged = judged.join(ctx.compute(at_each_token, judged))
-        self.remember(ctx.decode(prompts, "prompt_ids"), observed)
+        self.remember([texts[at] for at in chosen], observed)
 
         # Each update has its share of the judgements.
         parts = np.array_split(np.arange(count), self.updates_per_step())
