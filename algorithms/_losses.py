@@ -217,7 +217,7 @@ def diverged(
     if kind == "tv":
         moved = (p - q).abs()
     else:
-        # 1 - p loses its digits where p is close to 1, and is 0 there at least as often as 1 - q.
+        # expm1 keeps the digits of 1 - p where p is close to 1; tiny keeps the logarithm finite.
         tiny = torch.finfo(p.dtype).tiny
         rest_p, rest_q = (-torch.expm1(x.clamp(max=0)) for x in (new, old))
         moved = q * (old - new) + rest_q * (rest_q.clamp(min=tiny) / rest_p.clamp(min=tiny)).log()

@@ -202,7 +202,7 @@ class HostedEngine(ContinuousEngine):
             self._revive(error)
 
     def _was_killed(self) -> bool:
-        """Return whether a signal has ended the process, or end it."""
+        """End the process where it is still there; return whether a signal had ended it before."""
         if self.process is None:
             return False
         self.process.died()

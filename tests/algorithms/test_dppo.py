@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 from helpers.batches import plain
-from helpers.steps import Watched
+from helpers.steps import Watched, taken
 
 from hybridflow.algorithms.dppo import DPPO, DPPOConfig
-from hybridflow.kit.testing import TinyRun
 
 
 class Kept(Watched, DPPO):
@@ -37,14 +36,9 @@ def test_the_loss_of_a_run_is_that_of_tokens_computed_one_by_one(divergence):
     config = DPPOConfig(
         prompts_per_step=4, group_size=4, epochs=2, divergence=divergence, clip_low=1e-4, clip_high=1e-4
     )  # fmt: skip
-    with TinyRun(Kept(config)) as run:
-        run.step()
-        batch = run.algorithm.batch
-        found = run.ctx.actor.loss(batch, run.algorithm.losses()["actor"]).result()
-        new = plain(run.ctx.actor.logprobs(batch)["old_logprobs"])
-        run.ctx.finish()
+    found, batch, new, old = taken(Kept(config))
     values, left = [], []
-    rows = zip(new, plain(batch["rollout_logprobs"]), plain(batch["advantages"]), strict=True)
+    rows = zip(new, old, plain(batch["advantages"]), strict=True)
     for n, o, a in (token for row in rows for token in zip(*row, strict=True)):
         p, q = math.exp(n), math.exp(o)
         far = abs(p - q)

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers.steps import Watched
+from helpers.steps import Watched, taken
 
 from hybridflow.algorithms.gmpo import GMPO, GMPOConfig
-from hybridflow.kit.testing import TinyRun
 
 
 class Kept(Watched, GMPO):
@@ -18,17 +17,11 @@ class Kept(Watched, GMPO):
 
 def test_its_loss_is_that_of_responses_computed_one_by_one():
     config = GMPOConfig(prompts_per_step=4, group_size=4, epochs=2, clip_low=0.02, clip_high=0.03)
-    with TinyRun(Kept(config), {"actor": {"micro_batch_tokens": 40}}) as run:
-        run.step()
-        batch = run.algorithm.batch
-        found = run.ctx.actor.loss(batch, run.algorithm.losses()["actor"]).result()
-        now = run.ctx.actor.logprobs(batch)
-        new, old = list(now["old_logprobs"]), list(batch["old_logprobs"])
-        advantages = [a[0].item() for a in batch["advantages"]]
-        run.ctx.finish()
+    found, batch, new, old = taken(Kept(config), micro_batch_tokens=40)
+    advantages = [a[0].item() for a in batch["advantages"]]
     expected, clipped, tokens = 0.0, 0, 0
     for n, o, a in zip(new, old, advantages, strict=True):
-        logs = (n.double() - o.double()).tolist()
+        logs = [after - before for after, before in zip(n, o, strict=True)]
         kept = [min(d, 0.03) if a > 0 else max(d, -0.02) for d in logs]
         expected -= a * math.exp(sum(kept) / len(kept)) / len(new)
         clipped += sum(not -0.02 <= d <= 0.03 for d in logs)

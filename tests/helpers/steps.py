@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from helpers.batches import plain
 from hybridflow.core.values.batch import Batch
 from hybridflow.kit.testing import TinyRun
 
@@ -41,6 +42,21 @@ class Watched:
     def minibatches(self, ctx, batch):
         self.batch = batch
         return super().minibatches(ctx, batch)
+
+
+def taken(algorithm, **actor) -> tuple[dict[str, float], Batch, Rows, Rows]:
+    """(metrics of the loss after a step of a `Watched` algorithm, its batch, logprobs after and before the step).
+
+    actor: settings of [actor].
+    """
+    with TinyRun(algorithm, {"actor": actor}) as run:
+        run.step()
+        batch = run.algorithm.batch
+        found = run.ctx.actor.loss(batch, run.algorithm.losses()["actor"]).result()
+        new = plain(run.ctx.actor.logprobs(batch)["old_logprobs"])
+        old = plain(batch["old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"])
+        run.ctx.finish()
+    return found, batch, new, old
 
 
 def column(batch: Batch, name: str) -> torch.Tensor:
